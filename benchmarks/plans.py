@@ -4,12 +4,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from attnres.analysis.planning import Batch, Costs, Device, Job, Pipeline, overhead, paper_sends, search, trace
+from transformers import LlamaConfig
+
+from attnres import ResidualConfig
+from attnres.analysis.planning import Batch, Costs, Device, Job, Pipeline, Plan, overhead, paper_sends, search, trace
 from attnres.analysis.tables import update_tables
 from attnres.commands.plan import gathered, gigabytes
 from attnres.configuration import load
+from attnres.conversion.family import retrofit_config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "plan.md"
+LLAMA = "a Llama of 70B"
 H100, H200 = Device(memory=80e9), Device(memory=141e9, memory_bandwidth=4.8e12)
 # Configuration -> context, tokens of a step, and numbers of devices.
 TRAINED = {
@@ -19,14 +24,15 @@ TRAINED = {
     "attnres-436m": (8192, 384 * 8192, (8, 64)),
     "attnres-528m": (8192, 432 * 8192, (8, 64)),
     "attnres-48b-a3b": (4096, 2**23, (8, 16, 64, 256, 1024)),
+    LLAMA: (8192, 2**22, (64, 256, 1024)),
     "kimi-k3": (4096, 2**24, (256, 512, 1024, 2048)),
 }
+# Tokens in all caches in place of those of a step.
+SERVED = {
+    "attnres-48b-a3b": (32768, 64 * 32768, (8, 16)),
+    "kimi-k3": (32768, 256 * 32768, (64, 128, 256)),
+}
 BANDWIDTHS = (25e9, 50e9, 450e9)  # bytes per second: 200 and 400 Gbit/s of a network, and links within a node
-
-COLUMNS = (
-    *("model", "devices", "GB", "data x tensor x pipeline", "expert", "shards", "recompute", "GB used"),
-    *("tokens/s and device", "time is mostly"),
-)
 
 
 def markdown(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -36,32 +42,43 @@ def markdown(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def training_rows() -> Iterator[list[str]]:
-    """Yield the fastest layout of each configuration, number of devices, and size of device."""
-    for name, (context, tokens, counts) in TRAINED.items():
-        costs = Costs(load(name), Job(1, context, tokens))
+def llama_70b() -> ResidualConfig:
+    """Return a Llama of 70B parameters with Block AttnRes, for the shape alone."""
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=False,
+    )  # fmt: skip
+    return retrofit_config(config, "attn_res", block_size=20)
+
+
+def rows(jobs: dict[str, tuple[int, int, tuple[int, ...]]], training: bool) -> Iterator[list[str]]:
+    """Yield the best layout of each configuration, number of devices, and size of device."""
+    for name, (context, tokens, counts) in jobs.items():
+        config = llama_70b() if name == LLAMA else load(name)
+        costs = Costs(config, Job(1, context, tokens, training))
         for count in counts:
             for device in (H100, H200):
                 found = search(costs, device, replace(costs.job, devices=count))
-                head = [f"`{name}`", f"{count:,}", gigabytes(device.memory)]
+                head = [f"`{name}`" if name != LLAMA else name, f"{count:,}", gigabytes(device.memory)]
                 if not found.fitting:
                     part = found.nearest.dominant_memory
                     text = f"none; the nearest needs {gigabytes(found.nearest.total_memory)} GB, mostly {part}"
-                    yield [*head, text, *[""] * (len(COLUMNS) - len(head) - 1)]
+                    yield [*head, text, *[""] * (6 if training else 4)]
                     continue
-                plan = found.fitting[0]
-                layout = plan.layout
-                stages = f"{layout.pipeline} x {layout.virtual}" if layout.virtual > 1 else str(layout.pipeline)
-                yield [
-                    *head,
-                    f"{layout.data} x {layout.tensor} x {stages}",
-                    str(layout.expert),
-                    f"{layout.shard} {gathered(layout)}" if layout.shard > 1 else "1",
-                    "yes" if layout.checkpointing else "no",
-                    f"{gigabytes(plan.total_memory)}, mostly {plan.dominant_memory}",
-                    f"{plan.tokens_per_second / count:,.0f}",
-                    plan.dominant_time,
-                ]
+                yield [*head, *cells(found.fitting[0], count, training)]
+
+
+def cells(plan: Plan, devices: int, training: bool) -> Iterator[str]:
+    """Yield the cells of a plan after its model and devices."""
+    layout = plan.layout
+    yield f"{layout.data} x {layout.tensor} x {layout.pipeline}" + (f" x {layout.virtual}" * (layout.virtual > 1))
+    yield str(layout.expert)
+    if training:
+        yield f"{layout.shard} {gathered(layout)}" if layout.shard > 1 else "1"
+        yield "yes" if layout.checkpointing else "no"
+    yield f"{gigabytes(plan.total_memory)}, mostly {plan.dominant_memory}"
+    yield f"{plan.tokens_per_second / devices:,.0f}"
+    yield plan.dominant_time
 
 
 def prefill_rows() -> Iterator[list[str]]:
@@ -99,8 +116,10 @@ def sent_rows() -> Iterator[list[str]]:
 def main() -> None:
     """Compute all tables, and write them into the guide."""
     rates = [f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in BANDWIDTHS]
+    head, tail = ("model", "devices", "GB", "layout", "expert"), ("GB used", "tokens/s and device", "time is mostly")
     tables = {
-        "training layouts": markdown(COLUMNS, training_rows()),
+        "training layouts": markdown([*head, "shards", "recompute", *tail], rows(TRAINED, training=True)),
+        "serving layouts": markdown([*head, *tail], rows(SERVED, training=False)),
         "prefill states": markdown(["block states of `kimi-k3`, 128K tokens", "GB", "paper"], prefill_rows()),
         "pipeline overhead": markdown(["P", "V", *(f"{rate}: naive / cached" for rate in rates)], overhead_rows()),
         "pipeline sends": markdown(["P", "V", "naive", "cached", "ratio"], sent_rows()),

@@ -1,5 +1,6 @@
-"""Find the layouts of a job that fit, the fastest first."""
+"""Find the layouts of a job that fit, the best first."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from .serving import plan_serving
 from .training import plan_training
 
 VIRTUAL = (1, 2, 4)  # numbers of stages on each rank of a pipeline
+ALIKE = 1.05  # ratio of speeds that estimates do not tell apart
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Search:
     """The result of a search.
 
     Attributes:
-        fitting: Plans that fit, the fastest first.
+        fitting: Plans that fit, the best first; see [`search`].
         nearest: The plan that needs the least memory, whether it fits or not.
         limit: Bytes that a plan may need.
     """
@@ -85,6 +87,9 @@ def _choices(layout: Layout, microbatches: int, layers: int) -> Iterator[Layout]
 def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
     """Plan all layouts of a job.
 
+    The fastest come first. Speeds within 5% count as equal: then layouts with fewer stages come first, next those with
+    less tensor parallelism, less expert parallelism, more speed and less memory.
+
     Args:
         costs: The costs of the model.
         device: The devices.
@@ -102,8 +107,14 @@ def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
         )
     limit = device.memory * (1 - device.reserved)
     fitting = [plan for plan in plans if plan.total_memory <= limit]
-    fitting.sort(key=lambda plan: (-plan.tokens_per_second, plan.total_memory))
-    return Search(tuple(fitting), min(plans, key=lambda plan: plan.total_memory), limit)
+    fastest = max((plan.tokens_per_second for plan in fitting), default=0.0)
+
+    def rank(plan: Plan) -> tuple:
+        layout, speed = plan.layout, plan.tokens_per_second
+        slower = int(math.log(fastest / speed) / math.log(ALIKE))
+        return slower, layout.stages, layout.tensor, layout.expert, -speed, plan.total_memory
+
+    return Search(tuple(sorted(fitting, key=rank)), min(plans, key=lambda plan: plan.total_memory), limit)
 
 
 def devices_that_fit(costs: Costs, device: Device, most: int = 64) -> int | None:
