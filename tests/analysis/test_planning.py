@@ -95,7 +95,7 @@ def test_the_memory_of_one_device_is_that_of_its_parts_counted_by_hand(tiny):
 def test_a_llama_on_eight_devices_has_the_weights_of_a_sum_on_paper():
     config = retrofit_config(
         LlamaConfig(
-            vocab_size=256, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
+            vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
             num_key_value_heads=4, tie_word_embeddings=False,
         ),
         "attn_res",
@@ -106,7 +106,7 @@ def test_a_llama_on_eight_devices_has_the_weights_of_a_sum_on_paper():
     # Two of four layers, and the embedding. Tensor parallelism halves queries and outputs, keys and values, and three
     # matrices of the MLP, and leaves two norms, and a query and a norm for each of two reads.
     layer = (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 256) / 2 + (2 + 4) * 64
-    stage = 2 * layer + 256 * 64 / 2
+    stage = 2 * layer + 64 * 64 / 2
     assert plan.memory["optimizer"] == stage / 2 * 8
     assert plan.memory["weights"] == stage / 2 * 4 + 2 * layer * 2
     assert plan.memory["gradients"] == stage / 2 * 4 + layer * 2
