@@ -6,8 +6,10 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from attnres.analysis.planning import Costs, Device, Job, Layout, plan_layout
 from attnres.commands.app import app
 from attnres.commands.options_plan import parse_memory
+from attnres.commands.plan import read_config
 
 # Nodes of one device leave out tensor parallelism, whose traces take time.
 TINY = ["plan", "attnres-tiny", "--devices", "4", "--context", "256", "--batch-tokens", "4096", "--per-node", "1"]
@@ -57,13 +59,15 @@ def test_the_json_has_all_layouts_of_a_model_directory(tmp_path):
     for mode in ("--train", "--serve"):
         done = run("plan", str(tmp_path), *options, mode)
         assert done.exit_code == 0, done.output
-        plans = json.loads(done.stdout)["plans"]
-        assert plans
-        for plan in plans:
-            layout = plan["layout"]
-            assert layout["data"] * layout["tensor"] * layout["pipeline"] == 4
+        read = json.loads(done.stdout)
+        for plan in read["plans"]:
+            assert Layout(**plan["layout"]).devices == 4
             assert plan["total_memory"] == pytest.approx(sum(plan["memory"].values()))
-        assert max(plan["layout"]["tensor"] for plan in plans) > 1
+        assert max(plan["layout"]["tensor"] for plan in read["plans"]) > 1
+    # A plan can be made again from what is printed.
+    costs, plan = Costs(read_config(str(tmp_path)), Job(**read["job"])), read["plans"][0]
+    again = plan_layout(costs, Layout(**plan["layout"]), Device(**read["device"]))
+    assert (again.memory, again.seconds, again.sent) == (plan["memory"], plan["seconds"], plan["sent"])
 
 
 def test_a_model_that_fits_nowhere_gets_the_nearest_miss_and_a_remedy():
