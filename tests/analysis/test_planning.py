@@ -65,7 +65,7 @@ def test_128k_tokens_of_kimi_k3_hold_the_block_states_of_the_paper():
 @given(rows=st.integers(1, 4), length=st.sampled_from([64, 128, 192]))
 @settings(max_examples=3)
 def test_states_grow_with_the_tokens(rows, length):
-    config = load("attnres-tiny", num_hidden_layers=2)
+    config = load("attnres-tiny", num_hidden_layers=4)
     one, many = (trace(config, Batch(count, length, training=False)) for count in (1, rows))
     assert many.block_states == rows * one.block_states
     assert many.cache == rows * one.cache
