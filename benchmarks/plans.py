@@ -48,7 +48,7 @@ def llama_70b() -> ResidualConfig:
         vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=False,
     )  # fmt: skip
-    return retrofit_config(config, "attn_res", block_size=20)
+    return retrofit_config(config, block_size=20)
 
 
 def rows(jobs: dict[str, tuple[int, int, tuple[int, ...]]], training: bool) -> Iterator[list[str]]:
