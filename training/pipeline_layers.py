@@ -10,6 +10,8 @@ from itertools import accumulate
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnres.analysis.planning import stages
+
 
 def divide_layers(costs: Sequence[float], chunks: int, last: float = 0.0) -> list[range]:
     """Divide layers into consecutive chunks so that the most expensive chunk costs as little as possible.
@@ -31,22 +33,7 @@ def divide_layers(costs: Sequence[float], chunks: int, last: float = 0.0) -> lis
             f"the model has {count} layers, but `stages` times `virtual` of the recipe's `pipeline` is {chunks}: each "
             "chunk needs a layer, so make one of them smaller."
         )
-    sums = [0.0, *accumulate(costs)]
-    # best[k][i]: the least maximum over k chunks that hold the layers from i to the end.
-    best = [[float("inf")] * (count + 1) for _ in range(chunks + 1)]
-    for i in range(count):
-        best[1][i] = sums[count] - sums[i] + last
-    for k in range(2, chunks + 1):
-        for i in range(count - k + 1):
-            best[k][i] = min(max(sums[j] - sums[i], best[k - 1][j]) for j in range(i + 1, count - k + 2))
-    limit, start, divided = best[chunks][0], 0, []
-    for k in range(chunks, 1, -1):
-        # The furthest end that keeps this chunk and the rest within the limit.
-        ends = range(start + 1, count - k + 2)
-        end = max(j for j in ends if sums[j] - sums[start] <= limit and best[k - 1][j] <= limit)
-        divided.append(range(start, end))
-        start = end
-    return [*divided, range(start, count)]
+    return [range(part.start, part.stop) for part in stages.divide_layers(costs, chunks, last)]
 
 
 def listed_layers(counts: Sequence[int], layers: int) -> list[range]:
