@@ -82,6 +82,7 @@ def numbers_in(axes: matplotlib.axes.Axes) -> dict[tuple[int, int], float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("name", FIGURES)
 def test_no_text_is_cut_off_or_small_or_overlaps_another(name, layers, monkeypatch):

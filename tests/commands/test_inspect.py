@@ -20,6 +20,9 @@ from attnres.residual_attnres import residual_tensors
 
 from .. import forks
 
+# The first fixture inspects models.
+pytestmark = pytest.mark.slow
+
 NUMBERS = ["attention_sinks.csv", "depth_attention.csv", "depth_mixing.csv", "inspection.json", "interventions.csv"]
 QUICK = ("--tokens", 512, "--length", 64, "--intervention-tokens", 64)
 
@@ -69,7 +72,6 @@ def test_the_report_holds_page_figures_and_numbers(report):
     assert "https://" not in re.sub(r'href="https://[^"]*"|<script.*?</script>', "", page, flags=re.DOTALL)
 
 
-@pytest.mark.slow
 def test_the_same_call_writes_the_same_bytes_with_any_settings_of_matplotlib(models, report, tmp_path):
     before = {path.name: path.read_bytes() for path in report.iterdir()}
     style = "axes.grid: True\nfont.family: serif\ntext.usetex: True\nsvg.image_inline: False\npath.sketch: 1, 100, 2\n"
@@ -89,7 +91,6 @@ def test_the_same_call_writes_the_same_bytes_with_any_settings_of_matplotlib(mod
     assert sorted(path.name for path in models.iterdir()) == ["report", "retrofit", "source", "text.txt"]
 
 
-@pytest.mark.slow
 def test_one_model_is_inspected_on_the_default_text_without_interventions(models, tmp_path):
     done = inspect(tmp_path, models / "retrofit", "--intervention-tokens", 0, "--tokens", 600, "--length", 300)
     assert done.returncode == 0, done.stderr
@@ -139,7 +140,6 @@ def test_a_report_replaces_only_a_report(models, report, tmp_path):
     assert done.returncode == 1 and "r holds notes.csv, which is not part of a report" in done.stderr
 
 
-@pytest.mark.slow
 def test_wrong_input_is_rejected_in_one_line_and_nothing_is_written(models, tmp_path):
     break_weight(models, tmp_path)
     damage_source(models, tmp_path)
@@ -181,7 +181,6 @@ def test_wrong_input_is_rejected_in_one_line_and_nothing_is_written(models, tmp_
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.slow
 def test_the_tokenizer_may_be_in_another_folder(models, tmp_path):
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -190,7 +189,6 @@ def test_the_tokenizer_may_be_in_another_folder(models, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(models, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -204,7 +202,6 @@ def test_a_full_disk_leaves_nothing(models, tmp_path):
         os.system(f"umount '{disk}'")
 
 
-@pytest.mark.slow
 def test_the_report_is_served_to_a_browser_on_this_machine(report, tmp_path):
     """A script in place of the browser writes the address that it is called with to a file."""
     browser = tmp_path / "browser"

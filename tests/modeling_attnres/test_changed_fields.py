@@ -101,10 +101,10 @@ def test_a_field_of_another_version_is_named(folders, tmp_path):
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folders / "retrofit")
     model.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
-    fields |= {"attn_res_temperature": 2.0, "mhc_rank": 3, "some_note": "mine"}
+    fields |= {"attn_res_softness": 2.0, "mhc_rank": 3, "some_note": "mine"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     messages = warnings_of(tmp_path)
-    assert {message.split("`")[1] for message in messages} == {"attn_res_temperature", "mhc_rank"}
+    assert {message.split("`")[1] for message in messages} == {"attn_res_softness", "mhc_rank"}
     assert any("(2.0) is not a field of this version" in message for message in messages)
 
 

@@ -29,8 +29,17 @@ CONNECTIONS = [
 RETROFITS = [
     name for name in CONNECTIONS if attnres.CONNECTIONS[fields_of(name)["residual_connection"]].retrofit is not None
 ]
+# The second backbone is for the checks before landing, except with one connection of each kind of state.
+QUICK = ("denseformer", "mhc", "attn_res, gated")
 every_model, every_retrofit = (
-    pytest.mark.parametrize(("case", "connection"), [(case, name) for case in BACKBONES for name in names])
+    pytest.mark.parametrize(
+        ("case", "connection"),
+        [
+            pytest.param(case, name, marks=() if case == BACKBONES[0] or name in QUICK else pytest.mark.slow)
+            for case in BACKBONES
+            for name in names
+        ],
+    )
     for names in (CONNECTIONS, RETROFITS)
 )
 
