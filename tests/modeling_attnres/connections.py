@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.residual_attnres import ResidualConnection, residual_tensors
@@ -141,3 +142,31 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
     for name, gradient in actual.items():
         tolerance = relative * max(expected[name].abs().max().item(), 1e-3 * largest)
         assert (gradient - expected[name]).abs().max() <= tolerance, name
+
+
+def check_derivatives(connections: list[ResidualConnection], std: float = 0.5, **options: Any) -> None:
+    """Compare derivatives of a chain of reads and writes with finite differences, at drawn tensors.
+
+    Args:
+        connections: those of the sublayers in order and of the output, in float64.
+        std: Standard deviation of the tensors.
+        **options: of `torch.autograd.gradcheck`.
+    """
+    new = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
+    names = [(i, name) for i, connection in enumerate(connections) for name, _ in connection.named_parameters()]
+    tensors = [std * torch.randn(connections[i].get_parameter(name).shape, **new) for i, name in names]
+    embedding = torch.randn(1, 2, 4, **new).requires_grad_()
+
+    def chain(embedding: Tensor, *tensors: Tensor) -> Tensor:
+        state, inputs = embedding, []
+        for i, connection in enumerate(connections):
+            own = {name: tensor for (owner, name), tensor in zip(names, tensors) if owner == i}
+            # Not `functional_call`, which gives the tensors to one call: the write needs them too.
+            with nn.utils.stateless._reparametrize_module(connection, own):
+                read, _, state = connection(state)
+                inputs.append(read)
+                if i < len(connections) - 1:
+                    state = connection.write(state, torch.sin(read + i))  # the output depends on the input
+        return torch.stack(inputs)
+
+    assert torch.autograd.gradcheck(chain, (embedding, *(tensor.requires_grad_() for tensor in tensors)), **options)

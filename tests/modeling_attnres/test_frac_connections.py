@@ -8,7 +8,7 @@ from attnres.analysis import mixing_matrix
 from attnres.frac_connections_attnres import FracConnections
 from attnres.residual_attnres import residual_tensors
 
-from .connections import assert_reads, build, build_start, connections_of, double, loss_of
+from .connections import assert_reads, build, build_start, check_derivatives, connections_of, double, loss_of
 
 EPS = 0.1  # large enough to matter
 
@@ -68,22 +68,7 @@ def test_the_derivative_of_a_chain_of_reads_and_writes_equals_finite_differences
     fields = {"residual_connection": "frac_connections", "frac_connections_dynamic": is_dynamic, "rms_norm_eps": EPS}
     config = backbones.member_config("llama", hidden_size=4, num_hidden_layers=1, **fields)
     connections = [FracConnections(config, sublayer).double() for sublayer in range(3)]
-    new = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
-    names = [(i, name) for i, c in enumerate(connections) for name, _ in c.named_parameters()]
-    tensors = [0.5 * torch.randn(connections[i].get_parameter(name).shape, **new) for i, name in names]
-    embedding = torch.randn(1, 2, 4, **new).requires_grad_()
-
-    def chain(embedding: Tensor, *tensors: Tensor) -> Tensor:
-        state, inputs = embedding, []
-        for i, connection in enumerate(connections):
-            own = {name: tensor for (owner, name), tensor in zip(names, tensors) if owner == i}
-            read, _, state = torch.func.functional_call(connection, own, (state,))
-            inputs.append(read)
-            if i < len(connections) - 1:
-                state = connection.write(state, torch.sin(read + i))
-        return torch.stack(inputs)
-
-    assert torch.autograd.gradcheck(chain, (embedding, *(tensor.requires_grad_() for tensor in tensors)))
+    check_derivatives(connections)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ from attnres.gated_residual_attnres import GatedResidual
 from attnres.laurel_attnres import LAuReL
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 
-from .connections import assert_reads, build, build_start, connections_of, difference, double, loss_of
+from .connections import (
+    assert_reads,
+    build,
+    build_start,
+    check_derivatives,
+    connections_of,
+    difference,
+    double,
+    loss_of,
+)
 
 EPS = 0.1  # large enough to matter
 FORMS = [
@@ -137,24 +146,7 @@ def test_the_derivative_of_a_chain_of_reads_and_writes_equals_finite_differences
     fields = {"residual_connection": name, "rms_norm_eps": EPS, "laurel_rank": 2} | fields
     config = backbones.member_config("llama", hidden_size=4, num_hidden_layers=2, **fields)
     connections = [config.connection(config, sublayer).double() for sublayer in range(5)]
-    new = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
-    names = [(i, key) for i, c in enumerate(connections) for key, _ in c.named_parameters()]
-    tensors = [0.5 * torch.randn(connections[i].get_parameter(key).shape, **new) for i, key in names]
-    embedding = torch.randn(1, 2, 4, **new).requires_grad_()
-
-    def chain(embedding: Tensor, *tensors: Tensor) -> Tensor:
-        state, inputs = embedding, []
-        for i, connection in enumerate(connections):
-            own = {key: tensor for (owner, key), tensor in zip(names, tensors) if owner == i}
-            # Not `functional_call`, which calls the module only: the write needs these tensors too.
-            with nn.utils.stateless._reparametrize_module(connection, own):
-                read, _, state = connection(state)
-                inputs.append(read)
-                if i < len(connections) - 1:
-                    state = connection.write(state, torch.sin(read + i))
-        return torch.stack(inputs)
-
-    assert torch.autograd.gradcheck(chain, (embedding, *(tensor.requires_grad_() for tensor in tensors)))
+    check_derivatives(connections)
 
 
 @pytest.mark.parametrize(

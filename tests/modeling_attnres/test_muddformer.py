@@ -9,7 +9,7 @@ from torch import Tensor
 from attnres.muddformer_attnres import MUDDFormer
 from attnres.residual_attnres import residual_tensors
 
-from .connections import assert_reads, build, build_start, connections_of, double, loss_of
+from .connections import assert_reads, build, build_start, check_derivatives, connections_of, double, loss_of
 
 EPS = 0.1  # large enough to matter
 FORMS = [
@@ -94,23 +94,7 @@ def test_the_derivative_of_a_chain_of_reads_and_writes_equals_finite_differences
         "llama", residual_connection="muddformer", hidden_size=4, num_hidden_layers=2, rms_norm_eps=EPS, **fields
     )
     connections = [MUDDFormer(config, sublayer).double() for sublayer in range(5)]
-    new = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
-    names = [(i, name) for i, c in enumerate(connections) for name, _ in c.named_parameters()]
-    scale = {"up": 0.1}
-    tensors = [scale.get(name, 0.5) * torch.randn(connections[i].get_parameter(name).shape, **new) for i, name in names]
-    embedding = torch.randn(1, 2, 4, **new).requires_grad_()
-
-    def chain(embedding: Tensor, *tensors: Tensor) -> Tensor:
-        state, inputs = embedding, []
-        for i, connection in enumerate(connections):
-            own = {name: tensor for (owner, name), tensor in zip(names, tensors) if owner == i}
-            read, _, state = torch.func.functional_call(connection, own, (state,))
-            inputs.append(read)
-            if i < len(connections) - 1:
-                state = connection.write(state, torch.sin(read + i))
-        return torch.stack(inputs)
-
-    assert torch.autograd.gradcheck(chain, (embedding, *(t.requires_grad_() for t in tensors)), fast_mode=True)
+    check_derivatives(connections, std=0.3, fast_mode=True)
 
 
 @pytest.mark.parametrize("fields", [{"muddformer_way": "both"}, {"muddformer_post_norm": 1}], ids=str)

@@ -11,7 +11,16 @@ from attnres.residual_attnres import residual_tensors
 from attnres.residual_scalars_attnres import ResidualScalars
 from attnres.scaled_attnres import Scaled
 
-from .connections import assert_reads, build, build_start, connections_of, difference, double, loss_of
+from .connections import (
+    assert_reads,
+    build,
+    build_start,
+    check_derivatives,
+    connections_of,
+    difference,
+    double,
+    loss_of,
+)
 
 LEARNED = ["layer_scale", "rezero", "stream", "shifted", "layer"]
 FORMS = [*LEARNED, "depth", "mixed"]
@@ -130,37 +139,14 @@ def test_derivatives_of_scales_equal_finite_differences(backbones, form):
     config = backbones.member_config(
         "llama", residual_connection="scaled", scaled_form=form, hidden_size=4, num_hidden_layers=2
     )
-    check_chain([Scaled(config, sublayer).double() for sublayer in range(5)])
+    check_derivatives([Scaled(config, sublayer).double() for sublayer in range(5)])
 
 
 @pytest.mark.parametrize("each", ["layer", "sublayer"])
 def test_derivatives_of_scalars_equal_finite_differences(backbones, each):
     fields = {"residual_connection": "residual_scalars", "residual_scalars_each": each}
     config = backbones.member_config("llama", **fields, hidden_size=4, num_hidden_layers=2)
-    check_chain([ResidualScalars(config, sublayer).double() for sublayer in range(5)])
-
-
-def check_chain(connections: list) -> None:
-    """Check first and second derivatives of a chain of reads and writes, at drawn tensors."""
-    new = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
-    names = [(i, name) for i, c in enumerate(connections) for name, _ in c.named_parameters()]
-    tensors = [0.3 * torch.randn(connections[i].get_parameter(name).shape, **new) for i, name in names]
-    embedding = torch.randn(2, 3, 4, **new).requires_grad_()
-
-    def chain(embedding: Tensor, *tensors: Tensor) -> Tensor:
-        state, inputs = embedding, []
-        for i, connection in enumerate(connections):
-            own = {name: tensor for (owner, name), tensor in zip(names, tensors) if owner == i}
-            read, _, state = torch.func.functional_call(connection, own, (state,))
-            inputs.append(read)
-            if i < len(connections) - 1:
-                # `functional_call` calls the module only, so the write gets its tensors by hand.
-                with torch.nn.utils.stateless._reparametrize_module(connection, own):
-                    state = connection.write(state, torch.sin(read + i))
-        return torch.stack(inputs)
-
-    arguments = (embedding, *(tensor.requires_grad_() for tensor in tensors))
-    assert torch.autograd.gradcheck(chain, arguments) and torch.autograd.gradgradcheck(chain, arguments)
+    check_derivatives([ResidualScalars(config, sublayer).double() for sublayer in range(5)])
 
 
 @pytest.mark.parametrize(
