@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
 from .denseformer_attnres import DenseFormer
 from .functional_attnres import inverse_rms
@@ -120,9 +121,11 @@ class MUDDFormer(DenseFormer):
             return None
         states = state if isinstance(state, tuple) else (state,)
         last, dtype = states[-1], wide(states[-1])
-        normed = last.to(dtype) * inverse_rms(last, self.eps, dtype).unsqueeze(-1)
-        hidden = F.gelu(F.linear(normed.to(self.down.dtype), self.down))
-        weights = F.linear(hidden, self.up).to(dtype) + self.weight.to(dtype)
+        # Under autocast, and in 16 bits, the weights of large states would be rounded.
+        with maybe_autocast(last.device.type, enabled=False):
+            normed = last.to(dtype) * inverse_rms(last, self.eps, dtype).unsqueeze(-1)
+            hidden = F.gelu(F.linear(normed, self.down.to(dtype)))
+            weights = F.linear(hidden, self.up.to(dtype), self.weight.to(dtype))
         if self.gain is None:
             return (weights,)
         scales = torch.stack([inverse_rms(one, self.eps, dtype) for one in states], dim=-1)  # (batch, seq, i + 1)

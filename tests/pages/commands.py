@@ -31,9 +31,12 @@ ELSEWHERE = {
     "attnres eval healed": "tests/eval/test_command.py, on less data",
     "attnres eval my-k3": "tests/commands/test_kimi_k3.py, with other benchmarks",
 }
-# Blocks of Python that need packages that are not installed here, by their beginning -> the test that runs them.
+# Blocks of Python that need other packages or several devices, by their beginning -> the test that runs them.
 PYTHON_ELSEWHERE = {
     "from torchao.quantization": "tests/peers/test_quantisers.py, in an environment of its own",
+    "from transformers import AutoModelForCausalLM\nfrom transformers.distributed": (
+        "takes several devices; tests/training/test_sequence_parallel.py, with four processes"
+    ),
 }
 _SHORT = ("length=32", "batch_size=4", "micro_batch_size=4", "held_out_sequences=2", "log_every=1")
 _FEW = ("--tasks", "arc_challenge", "--data", "data", "--limit", "2")
