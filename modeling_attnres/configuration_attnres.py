@@ -209,9 +209,10 @@ class ResidualConfig(
             setattr(self, field, getattr(self, field, default))
         connection.check(self)
         check_attention_gate(self)
-        require(
-            self, "dtype", self.dtype is None or isinstance(self.dtype, torch.dtype), "the name of a dtype, or null"
-        )
+        # `transformers` turns the name in a file into a dtype, but a name may also be set later.
+        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
+        is_dtype = self.dtype is None or isinstance(dtype, torch.dtype)
+        require(self, "dtype", is_dtype, "the name of a dtype, or null")
         chosen = self.depth_attention_implementation
         require(self, "depth_attention_implementation", chosen in [*DEPTH_ATTENTION], one_of(DEPTH_ATTENTION))
 
