@@ -43,7 +43,7 @@ class ScaledFields:
     """Configuration fields of `residual_connection="scaled"`."""
 
     scaled_form: str = "layer_scale"
-    """Which factors there are; the file `scaled_attnres.py` lists the forms."""
+    """Name of the form, which decides the factors; the file `scaled_attnres.py` lists the forms."""
 
     scaled_start: float = 1.0
     """Start of the outputs' factors with `"layer_scale"` and `"rezero"`, from -100 to 100."""

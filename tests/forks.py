@@ -22,7 +22,13 @@ _FORKS.set_forkserver_preload(["attnres", "attnres.conversion", "attnres.trainin
 def run(
     *arguments: object, cwd: Path | None = None, env: Mapping[str, str] = os.environ, timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """What `python ARGUMENTS` writes and returns: `-m MODULE ...`, `-c CODE ...` or a file and its arguments.
+    """Run `python ARGUMENTS` in a fork, and return its exit status and outputs.
+
+    Args:
+        arguments: `-m MODULE ...`, `-c CODE ...` or a file and its arguments.
+        cwd: Folder to run in; by default this process's.
+        env: Its environment.
+        timeout: Seconds until it is killed.
 
     Raises:
         subprocess.TimeoutExpired: it takes longer than `timeout` seconds, and is killed.
@@ -33,9 +39,15 @@ def run(
 def launch(
     *arguments: object, processes: int = 2, env: Mapping[str, str] = os.environ, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """What `torchrun --nproc-per-node PROCESSES ARGUMENTS` writes and returns, without a launcher.
+    """Run `torchrun --nproc-per-node PROCESSES ARGUMENTS` in forks without a launcher, and return status and outputs.
 
     As with `torchrun`, when a process fails the others are terminated. The outputs stand one after another.
+
+    Args:
+        arguments: As of [`run`].
+        processes: Number of ranks.
+        env: Their environment, to which the variables of `torchrun` are added.
+        timeout: Seconds until all are killed.
 
     Raises:
         subprocess.TimeoutExpired: it takes longer than `timeout` seconds, and all are killed.

@@ -126,7 +126,7 @@ def passes(outcomes: dict[str, str]) -> set[str]:
 
 
 def compare(variant: str, outcomes: dict[str, str], yardstick: dict[str, str]) -> list[str]:
-    """What the variant does worse than its yardstick, one line for each test."""
+    """Return the tests in which the variant is worse than its yardstick, one line for each."""
     rank = ("missing", "failed", "skipped", "passed")
     pairs = {name: (outcomes.get(name, "missing"), yardstick.get(name, "skipped")) for name in outcomes | yardstick}
     return [
