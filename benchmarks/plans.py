@@ -27,7 +27,7 @@ TRAINED = {
     LLAMA: (8192, 2**22, (64, 256, 1024)),
     "kimi-k3": (4096, 2**24, (256, 512, 1024, 2048)),
 }
-# Tokens in all caches in place of those of a step.
+# The same, but the second number counts the tokens in all caches.
 SERVED = {
     "attnres-48b-a3b": (32768, 64 * 32768, (8, 16)),
     "kimi-k3": (32768, 256 * 32768, (64, 128, 256)),

@@ -60,7 +60,7 @@ class KimiK3Plan(Plan):
 
     @property
     def has_code(self) -> bool:
-        """Whether the result has the family's code and a model card; see the base class."""
+        """True unless the result is a release again; see the base class."""
         return not self.is_release
 
     @property

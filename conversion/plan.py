@@ -50,7 +50,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     has_legacy_settings: ClassVar[bool] = True
-    """Whether the source's `config.json` may hold settings of generation, which get a file of their own."""
+    """Whether settings of generation in the source's `config.json` move to `generation_config.json`."""
 
     @property
     def unread(self) -> list[str]:
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def has_code(self) -> bool:
-        """Whether the result has the family's code and a model card."""
+        """True if the result gets the family's code and a model card."""
         return isinstance(self.config, ResidualConfig)
 
     @property

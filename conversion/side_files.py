@@ -61,7 +61,7 @@ def copy_side_files(
         trust_remote_code: Whether to copy the code that the files refer to. Otherwise the copies refer to no code, and
             a tokenizer that needs its code is not copied: `AutoTokenizer` might take another class for it, which gives
             other tokens.
-        has_legacy_settings: Whether `config.json` may hold settings of generation, which get a file of their own.
+        has_legacy_settings: Whether settings of generation in `config.json` move to `generation_config.json`.
 
     Returns:
         Notes for the user on code, one line each.

@@ -17,7 +17,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .attn_res_attnres import AttnRes
 from .functional_attnres import attend, dtypes_of, inverse_rms
-from .residual_attnres import DepthState, is_count, one_of, require
+from .residual_attnres import DepthState, is_count, is_number, one_of, require
 
 SWITCHES: dict[str, Any] = {
     field: default for field, default in AttnRes.fields.items() if field not in AttnRes.options.values()
@@ -104,8 +104,8 @@ class SwitchedAttnRes(AttnRes):
             require(config, field, isinstance(getattr(config, field), bool), "true or false")
         heads, window, size = config.attn_res_heads, config.attn_res_window, config.hidden_size
         temperature = config.attn_res_temperature
-        is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-        require(config, "attn_res_temperature", is_number and 0 < temperature < 1e30, "a number > 0")
+        is_positive = is_number(temperature) and 0 < temperature < 1e30
+        require(config, "attn_res_temperature", is_positive, "a number > 0")
         is_divisor = is_count(heads) and size % heads == 0
         require(config, "attn_res_heads", is_divisor, f"an integer >= 1 that divides `hidden_size` ({size})")
         require(config, "attn_res_window", window is None or is_count(window), "None or an integer >= 1")

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from .functional_attnres import inverse_rms
-from .residual_attnres import DepthState, ResidualConnection, field_defaults, norm_eps, require
+from .residual_attnres import DepthState, ResidualConnection, field_defaults, is_count, norm_eps, require
 from .streams_attnres import wide
 
 
@@ -57,8 +57,7 @@ class DCA(ResidualConnection):
     def check(cls, config: PreTrainedConfig) -> None:
         """Check the window; see [`ResidualConnection.check`]."""
         window = config.dca_window
-        is_valid = window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1)
-        require(config, "dca_window", is_valid, "an integer >= 1, or null for all outputs")
+        require(config, "dca_window", window is None or is_count(window), "an integer >= 1, or null for all outputs")
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:

@@ -102,9 +102,8 @@ class FracConnections(ResidualConnection):
             with maybe_autocast(state.device.type, enabled=False):
                 parts = state.unflatten(-1, (m, -1)).to(dtype)
                 projected = F.linear(parts, self.weight.to(dtype)) * inverse_rms(parts, self.eps, dtype).unsqueeze(-1)
-                repeats = torch.tensor([m, m, 1], device=state.device)
-                # With the size, the device need not be asked for it, and the meta device has an answer.
-                scale = self.scale.to(dtype).repeat_interleave(repeats, output_size=2 * m + 1)
+                of_read, of_stream, of_write = self.scale.to(dtype).split(1)
+                scale = torch.cat([of_read.expand(m), of_stream.expand(m), of_write])
                 changes = changes + projected.tanh() * scale
         read, between, write = changes.split([m, m, 1], dim=-1)
         return read, between, 1 + write.squeeze(-1)

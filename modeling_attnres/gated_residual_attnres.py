@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from .functional_attnres import inverse_rms
-from .residual_attnres import DepthState, field_defaults, require
+from .residual_attnres import DepthState, field_defaults, require_norms
 from .streams_attnres import ResidualStreams, StreamFields, require_integer, wide
 
 
@@ -59,9 +59,7 @@ class GatedResidual(ResidualStreams):
         super().check(config)
         if config.gated_residual_rank is not None:
             require_integer(config, "gated_residual_rank", 1, max(config.hidden_size, 1))
-        has_norms = all("norm" in (sublayer.first or "") for sublayer in config.sublayers)
-        allowed = f"another one: the sublayers of {config.backbone!r} do not begin with a norm"
-        require(config, "residual_connection", has_norms, allowed)
+        require_norms(config)
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .residual_attnres import DepthState, ResidualConnection, field_defaults, norm_eps, require
+from .residual_attnres import DepthState, ResidualConnection, field_defaults, is_number, norm_eps, require
 
 
 class HighwayFields:
@@ -46,7 +46,7 @@ class Highway(ResidualConnection):
     def check(cls, config: PreTrainedConfig) -> None:
         """Check the start of the biases; see [`ResidualConnection.check`]."""
         bias = config.highway_bias
-        is_valid = isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
+        is_valid = is_number(bias) and -100 <= bias <= 100
         require(config, "highway_bias", is_valid, "a number from -100 to 100")
 
     @torch.no_grad()

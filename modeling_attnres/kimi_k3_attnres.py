@@ -92,7 +92,7 @@ class _SiTU(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         gate, up = ctx.saved_tensors
         grads = None
-        # Gradients that are differentiated in turn (`create_graph=True`) are those of the formula.
+        # For second derivatives (`create_graph=True`), autograd differentiates the formula.
         if accelerated is not None and not torch.is_grad_enabled():
             grads = accelerated.situ_grads(gate, up, grad, *ctx.betas)
         if grads is None:

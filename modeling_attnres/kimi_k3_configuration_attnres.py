@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from .attention_gate_attnres import GATE_FIELDS
 from .configuration_attnres import CONNECTIONS, AttnResConfig
-from .residual_attnres import FamilyWarning, explain_source, is_count, one_of, require
+from .residual_attnres import FamilyWarning, explain_source, is_count, is_number, one_of, require
 
 # Fields of the text model in the order of the released `config.json`, under the names that it has there.
 _TEXT_FIELDS = (
@@ -372,14 +372,14 @@ class AttnResKimiK3Config(AttnResConfig):
         is_grouped = self.use_grouped_topk is not False or self.n_group == 1
         require(self, "use_grouped_topk", is_grouped, f"true where `num_expert_group` is {self.n_group}")
         bound = self.gate_lower_bound
-        is_bound = bound is None or (_is_number(bound) and bound < 0)
+        is_bound = bound is None or (_is_float32(bound) and bound < 0)
         require(self, "gate_lower_bound", is_bound, "a negative number, or null for a decay without bound")
         require(self, "hidden_act", self.hidden_act in ("situ", *ACT2FN), f"'situ' or {one_of(ACT2FN)}")
         if self.hidden_act == "situ":
             beta, linear_beta = self.activation_situ_beta, self.activation_situ_linear_beta
-            is_given = _is_number(beta) and beta > 0
+            is_given = _is_float32(beta) and beta > 0
             require(self, "activation_situ_beta", is_given, "a number > 0 where `hidden_act` is 'situ'")
-            is_given = linear_beta is None or (_is_number(linear_beta) and linear_beta > 0)
+            is_given = linear_beta is None or (_is_float32(linear_beta) and linear_beta > 0)
             require(self, "activation_situ_linear_beta", is_given, "a number > 0, or null")
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
@@ -457,9 +457,9 @@ class AttnResKimiK3Config(AttnResConfig):
         return outer | (self.composite_fields or {}) | {"text_config": text}
 
 
-def _is_number(value: Any) -> bool:
+def _is_float32(value: Any) -> bool:
     """Return whether a value is a number that float32 holds. True and false are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    return is_number(value) and abs(value) <= _LARGEST
 
 
 def _as_object(name: str, value: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class MUDDFormerFields:
     """Configuration fields of `residual_connection="muddformer"`."""
 
     muddformer_way: str = "all"
-    """Whether `"all"` of a layer continues from the average, or only the `"residual"` stream."""
+    """With `"all"` a layer continues from the average; with `"residual"` only the stream does."""
 
     muddformer_post_norm: bool = False
     """`True` norms the sources and their sum, which is then added to the stream."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .residual_attnres import ResidualConnection, require
+from .residual_attnres import ResidualConnection, require_norms
 
 
 class PostNorm(ResidualConnection):
@@ -25,9 +25,7 @@ class PostNorm(ResidualConnection):
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
         """Check that the backbone's sublayers begin with a norm; see [`ResidualConnection.check`]."""
-        has_norms = all("norm" in (sublayer.first or "") for sublayer in config.sublayers)
-        allowed = f"another one: the sublayers of {config.backbone!r} do not begin with a norm"
-        require(config, "residual_connection", has_norms, allowed)
+        require_norms(config)
 
     def forward(self, state: Tensor, norm: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, None, Tensor]:
         """Norm the stream; see the base class.

@@ -72,6 +72,18 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value is an integer or a float; true and false are neither."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def require_norms(config: PreTrainedConfig) -> None:
+    """Raise `ValueError` if a sublayer of the backbone does not begin with a norm, which the connection takes over."""
+    has_norms = all("norm" in (sublayer.first or "") for sublayer in config.sublayers)
+    allowed = f"another one: the sublayers of {config.backbone!r} do not begin with a norm"
+    require(config, "residual_connection", has_norms, allowed)
+
+
 def field_defaults(declaration: type) -> dict[str, Any]:
     """Return the annotated fields of a class, those of its bases first, with their defaults."""
     names = [name for cls in reversed(declaration.__mro__) for name in vars(cls).get("__annotations__", ())]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .residual_attnres import ResidualConnection, field_defaults, one_of, require
+from .residual_attnres import ResidualConnection, field_defaults, is_number, one_of, require
 
 # Form -> whether an untrained model computes what the standard model computes, if `scaled_start` is 1.
 _FORMS = {
@@ -76,7 +76,7 @@ class Scaled(ResidualConnection):
         """Check both fields; see [`ResidualConnection.check`]."""
         require(config, "scaled_form", config.scaled_form in [*_FORMS], one_of(_FORMS))
         start = config.scaled_start
-        is_valid = isinstance(start, (int, float)) and not isinstance(start, bool) and -100 <= start <= 100
+        is_valid = is_number(start) and -100 <= start <= 100
         require(config, "scaled_start", is_valid, "a number from -100 to 100")
 
     @classmethod

@@ -71,8 +71,8 @@ class Pipeline:
         self._dtype = embedding.dtype
         self.embedding_name = next(name for name, tensor in model.named_parameters() if tensor is embedding)
         world, stages = dist.get_world_size(), settings.stages
-        # For the collectives of all processes, such as those of `Trainer`, whose group exists already. Its default is
-        # half an hour with gloo. PyTorch has no public function that changes it.
+        # The group of all processes, which `Trainer` uses too, exists already. Its limit is half an hour with gloo, and
+        # PyTorch has no public function that changes the limit.
         _set_pg_timeout(timedelta(seconds=settings.timeout))
         self.replicas = count_replicas(settings, world)
         self.replica, self.stage = divmod(dist.get_rank(), stages)

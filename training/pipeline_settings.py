@@ -22,7 +22,7 @@ _COUNTS = ("stages", "virtual", "microbatches", "timeout")
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a model is divided into chunks of layers, and how micro-batches pass through them.
+    """The division of a model into chunks of layers, and the way of micro-batches through the chunks.
 
     The model is cut into `stages * virtual` chunks. Process `p` of a pipeline holds the chunks `p`, `p + stages`,
     `p + 2 * stages` and so on (section 4 of the paper).

@@ -80,7 +80,7 @@ class CachedStage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
         # Of tensors that this chunk received: after its backward pass, to the gradients that go upstream.
         if received:
-            # Before torch 2.13, the gradients of keyword arguments follow those of the received tensors.
+            # Before torch 2.13, gradients of keyword arguments follow after gradients of received tensors.
             self.bwd_cache[bwd_chunk_id] = tuple(
                 self._upstream(piece, gradient, collected.get(piece.number))
                 for piece, gradient in zip(self.chunk.received, self.bwd_cache[bwd_chunk_id])

@@ -85,7 +85,7 @@ def case(guarded: Guarded, width: int, n: int, tokens: int, dtype: torch.dtype) 
 
 
 def situ_case(guarded: Guarded, width: int, tokens: int, dtype: torch.dtype) -> None:
-    # The rows of gate and up lie apart, as halves of longer rows; those of `up` end where the memory ends.
+    # Gate and up are halves of longer rows, and the last row of `up` ends where the memory ends.
     gate, up = guarded.copy(torch.randn(tokens, 2 * width).to(dtype)).chunk(2, -1)
     result, grad_gate, grad_up = (guarded.empty((tokens, width), dtype) for _ in range(3))
     call.situ(gate, up, result, 4.0, 25.0)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto import configuration_auto
 
-# No release of `transformers` has them yet, so those of Llama stand in for them.
+# No release of `transformers` has classes for Kimi K3 yet, so the classes of Llama stand in.
 configuration_auto.CONFIG_MAPPING_NAMES["kimi_k3"] = "LlamaConfig"
 configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME["kimi_k3"] = "llama"
 
