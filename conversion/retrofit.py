@@ -52,6 +52,27 @@ def retrofit(
     if not isinstance(source, PreTrainedModel):
         with _family_tensors_in_float32():
             source = load_whole(AutoModelForCausalLM, str(model_or_path), dtype="auto")
+    offloaded = [name for name, parameter in source.named_parameters() if parameter.is_meta]
+    if offloaded:
+        raise ValueError(f"`{offloaded[0]}` is offloaded or on the meta device; load the model without `device_map`.")
+    return retrofit_part(source, residual, **options)
+
+
+def retrofit_part(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, **options: Any) -> PreTrainedModel:
+    """Retrofit a model of which this process may hold only some tensors, while the others are on the meta device.
+
+    Args:
+        source: The model. Each decoder layer is held or on the meta device as a whole.
+        residual: As in [`retrofit`].
+        options: As in [`retrofit`].
+
+    Returns:
+        As [`retrofit`]. Tensors of layers that are on the meta device are on it too. The others have the values that
+        they have in a retrofit of the whole model.
+
+    Raises:
+        ValueError: As in [`retrofit`].
+    """
     config = retrofit_config(source.config, residual, **options)
     _check_loaded(source)
     config.tie_word_embeddings = _is_tied(source)
@@ -88,16 +109,13 @@ def _family_tensors_in_float32() -> Iterator[None]:
 
 
 def _check_loaded(source: PreTrainedModel) -> None:
-    """Raise ValueError unless a model is a causal language model whose weights are in memory and not quantised."""
+    """Raise ValueError unless a model is a causal language model whose weights are not quantised."""
     if not source.can_generate():
         raise ValueError(f"{type(source).__name__} is not a causal language model; load it as one.")
     if getattr(source, "hf_quantizer", None) is not None:
         raise ValueError(
             "the model is quantised; `attnres convert` retrofits its directory, which then loads quantised."
         )
-    offloaded = [name for name, parameter in source.named_parameters() if parameter.is_meta]
-    if offloaded:
-        raise ValueError(f"`{offloaded[0]}` is offloaded or on the meta device; load the model without `device_map`.")
 
 
 def _is_tied(source: PreTrainedModel) -> bool:
@@ -111,9 +129,14 @@ def _is_tied(source: PreTrainedModel) -> bool:
     head, embedding = source.get_output_embeddings(), source.get_input_embeddings()
     for name, parameter in source.named_parameters(remove_duplicate=False):
         is_elsewhere = source.get_submodule(name.rpartition(".")[0]) not in (head, embedding)
-        if is_elsewhere and parameter.data_ptr() == head.weight.data_ptr():
+        if is_elsewhere and _is_one(parameter, head.weight):
             raise ValueError(f"the head of the model is one tensor with `{name}`. Give the head a separate tensor.")
-    return head.weight.data_ptr() == embedding.weight.data_ptr() and head.weight.shape == embedding.weight.shape
+    return _is_one(head.weight, embedding.weight) and head.weight.shape == embedding.weight.shape
+
+
+def _is_one(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors share their memory; on the meta device, where there is none, whether they are one."""
+    return tensor is other or (not tensor.is_meta and tensor.data_ptr() == other.data_ptr())
 
 
 def _share_tensors(model: nn.Module, source: nn.Module, added: Collection[str]) -> None:
@@ -150,4 +173,4 @@ def _device_beside(source: PreTrainedModel, name: str) -> torch.device:
     return next(owner.parameters()).device
 
 
-__all__ = ["retrofit"]
+__all__ = ["retrofit", "retrofit_part"]

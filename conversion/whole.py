@@ -8,7 +8,8 @@ shapes, so a wrong number there takes all memory. The functions here compare the
 import math
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from .sizes import check_sizes
 _MAX_RATIO, _ALWAYS_ALLOWED = 4, 2**24
 # Arguments of `from_pretrained` that do not change shapes. A configuration would keep them as fields.
 _LOADING_ARGUMENTS = ("dtype", "torch_dtype", "device_map", "distributed_config")
+# A function that gives the names of the tensors to load, for the whole model on the meta device.
+Part = Callable[[PreTrainedModel], frozenset[str]]
 # `transformers` loads an adapter in the directory instead of the weights, onto a base from another checkpoint.
 _ADAPTER = "adapter_config.json"
 
@@ -106,14 +109,20 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
     return checkpoint
 
 
-def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = False, **options: Any) -> None:
+def check_before_loading(
+    auto_class: Any, source: str, *, starts_anew: bool = False, part: Part | None = None, **options: Any
+) -> tuple[type[PreTrainedModel], frozenset[str]] | None:
     """Check on the meta device that the weights of a checkpoint are those of its configuration's model.
 
     Args:
         auto_class: A class with `from_config`, such as `AutoModelForCausalLM`.
         source: The directory or Hub id.
         starts_anew: See [`check_whole`].
+        part: See [`load_whole`].
         options: The other arguments of `from_pretrained`. Fields of the configuration may be among them.
+
+    Returns:
+        The class of the model and the names that `part` gives; `None` if the whole model is to be loaded.
 
     Raises:
         OSError, RuntimeError, ValueError: A tensor is missing or has another shape, or the model is far larger than
@@ -123,7 +132,7 @@ def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = Fa
     revision, code = options.pop("revision", None), options.pop("trust_remote_code", False)
     # The shapes in a GGUF file are not known before it is loaded.
     if options.get("gguf_file") is not None or (checkpoint := check_source_sizes(source, revision)) is None:
-        return
+        return None
     loading = {name: options.pop(name, None) for name in _LOADING_ARGUMENTS}
     if options.get("quantization_config") is None:
         options.pop("quantization_config", None)  # the one in `config.json` stays
@@ -142,19 +151,25 @@ def check_before_loading(auto_class: Any, source: str, *, starts_anew: bool = Fa
             raise ValueError(f"{checkpoint.folder / CONFIG_NAME} does not fit any model: {reason}") from error
     _check_total(model, checkpoint)
     if getattr(config, "quantization_config", None) is not None:
-        return  # its tensors have other names and shapes, which the quantiser checks
+        return None  # its tensors have other names and shapes, which the quantiser checks
+    names = None if part is None else part(model)
     if loading["distributed_config"] is None and loading["device_map"] in (None, "cpu", {"": "cpu"}):
         dtype = loading["dtype"] or loading["torch_dtype"]
         dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         # Without a dtype, `transformers` takes that of the weights, which is hardly ever smaller than bfloat16.
         size = (dtype or config.dtype or torch.bfloat16).itemsize
-        needed = size * sum(parameter.numel() for parameter in model.parameters())
-        check_memory(needed, f"the weights of {source}", "Use a smaller model, or a machine with more memory.")
+        needed = size * sum(
+            parameter.numel() for name, parameter in model.named_parameters() if names is None or name in names
+        )
+        subject = f"the weights of {source}" if names is None else f"a stage's weights of {source}"
+        check_memory(needed, subject, "Use a smaller model, or a machine with more memory.")
     report = loading_report(checkpoint, model)
     check_shapes(report["mismatched_keys"], source)
     for added in (residual_tensors(model), gate_tensors(model)):
         check_added(model, added, report["missing_keys"], source)
     check_whole(model, report["missing_keys"], source, starts_anew=starts_anew)
+    # Missing tensors are drawn at random. In a part, they would get other numbers than in the whole model.
+    return None if names is None or report["missing_keys"] else (type(model), names)
 
 
 def _check_total(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -178,13 +193,18 @@ def _is_float(dtype: str) -> bool:
     return dtype in DTYPES and DTYPES[dtype].is_floating_point
 
 
-def load_whole(auto_class: Any, source: str, *, starts_anew: bool = False, **options: Any) -> PreTrainedModel:
+def load_whole(
+    auto_class: Any, source: str, *, starts_anew: bool = False, part: Part | None = None, **options: Any
+) -> PreTrainedModel:
     """Load a model by an Auto class, and check that nothing of it is missing.
 
     Args:
         auto_class: A class with `from_pretrained` and `from_config`, such as `AutoModelForCausalLM`.
         source: The directory or Hub id.
         starts_anew: See [`check_whole`].
+        part: A function that gives the names of the tensors to load. The others are not read, and stay on the meta
+            device; non-persistent buffers are made. Without it, and where the checkpoint is quantised, a GGUF file, or
+            lacks tensors that start anew, all tensors are loaded.
         options: The other arguments of `from_pretrained`.
 
     Returns:
@@ -194,10 +214,30 @@ def load_whole(auto_class: Any, source: str, *, starts_anew: bool = False, **opt
         OSError, RuntimeError, ValueError: As [`check_before_loading`], before memory is taken; or the checkpoint lacks
             tensors of the model. The message names one.
     """
-    check_before_loading(auto_class, source, starts_anew=starts_anew, **options)
-    model, report = auto_class.from_pretrained(source, **options, output_loading_info=True)
+    chosen = check_before_loading(auto_class, source, starts_anew=starts_anew, part=part, **options)
+    with nullcontext() if chosen is None else _reading_only(*chosen):
+        model, report = auto_class.from_pretrained(source, **options, output_loading_info=True)
     check_whole(model, report["missing_keys"], source, starts_anew=starts_anew)
     return model
 
 
-__all__ = ["check_before_loading", "check_memory", "check_source_sizes", "check_whole", "load_whole"]
+@contextmanager
+def _reading_only(model_class: type[PreTrainedModel], names: Collection[str]) -> Iterator[None]:
+    """Make `from_pretrained` of a class read only these tensors while the block runs.
+
+    `from_pretrained` makes a model on the meta device, and reads the tensors that its `state_dict` names. There is no
+    option to leave tensors out.
+    """
+
+    def state_dict(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        tensors = super(model_class, self).state_dict(*args, **kwargs)
+        return {name: tensor for name, tensor in tensors.items() if name in names}
+
+    model_class.state_dict = state_dict
+    try:
+        yield
+    finally:
+        del model_class.state_dict
+
+
+__all__ = ["Part", "check_before_loading", "check_memory", "check_source_sizes", "check_whole", "load_whole"]

@@ -52,13 +52,18 @@ def launch(
     Raises:
         subprocess.TimeoutExpired: it takes longer than `timeout` seconds, and all are killed.
     """
+    return _run([*map(str, arguments)], None, ranks(env, processes), timeout)
+
+
+def ranks(env: Mapping[str, str], processes: int) -> list[dict[str, str]]:
+    """Return the environments of the ranks of `torchrun`, on a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
-    ranks = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)} for rank in range(processes)
+    return [
+        dict(env) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+        for rank in range(processes)
     ]
-    return _run([*map(str, arguments)], None, [dict(env) | shared | rank for rank in ranks], timeout)
 
 
 def _run(

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from attnres.configuration.counting import count_stored
 
 from .pipeline_cache import BlockCache
-from .pipeline_layers import count_costs, divide_layers, listed_layers
+from .pipeline_layers import chunk_layers
 from .pipeline_model import ChunkModule, check_model, is_tied, keep_part, untie, view_of
 from .pipeline_settings import SCHEDULES, PipelineSettings, count_replicas
 from .pipeline_stage import CachedStage
@@ -37,8 +37,8 @@ class Pipeline:
     """The part of one process in pipeline parallel training.
 
     Args:
-        model: The whole model. It is cut in place: afterwards it holds the layers of this process, and placeholders for
-            the others.
+        model: The model, whole or of [`make_part`](attnres.training.pipeline_parts.make_part). It is cut in place:
+            afterwards it holds the layers of this process, and placeholders for the others.
         settings: The division.
         device: The device of this process.
 
@@ -85,6 +85,8 @@ class Pipeline:
         if tied and is_last:
             untie(model)
         keep_part(model, {layer for part in self.layers[self.stage :: stages] for layer in part}, is_first, is_last)
+        if absent := [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]:
+            raise ValueError(f"`{absent[0]}` is on the meta device, and has no values to train: load the model first.")
         model.to(device)
         self.cache = BlockCache()
         self._modules = [self._make_module(index) for index in range(self.stage, len(self.layers), stages)]
@@ -345,22 +347,6 @@ class Pipeline:
         }
 
 
-def chunk_layers(model: PreTrainedModel, settings: PipelineSettings) -> list[range]:
-    """Return the layers of each chunk: as the settings list them, or of about equal cost.
-
-    Args:
-        model: The whole model.
-        settings: The division.
-
-    Raises:
-        ValueError: The model has fewer layers than chunks, or other layers than the list.
-    """
-    costs, last = count_costs(model)
-    if settings.layers is not None:
-        return listed_layers(settings.layers, len(costs))
-    return divide_layers(costs, settings.chunks, last)
-
-
 def divide_module(module: ChunkModule, mesh: DeviceMesh) -> None:
     """Divide the parameters of a chunk among the pipelines by FSDP2: layers, embedding and head each by itself.
 
@@ -411,4 +397,4 @@ def split_batch(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
     ]
 
 
-__all__ = ["Pipeline", "chunk_layers", "split_batch"]
+__all__ = ["Pipeline", "split_batch"]

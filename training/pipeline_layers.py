@@ -12,6 +12,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnres.analysis.planning import stages
 
+from .pipeline_settings import PipelineSettings
+
+
+def chunk_layers(model: PreTrainedModel, settings: PipelineSettings) -> list[range]:
+    """Return the layers of each chunk: as the settings list them, or of about equal cost.
+
+    Args:
+        model: The whole model.
+        settings: The division.
+
+    Raises:
+        ValueError: The model has fewer layers than chunks, or other layers than the list.
+    """
+    costs, last = count_costs(model)
+    if settings.layers is not None:
+        return listed_layers(settings.layers, len(costs))
+    return divide_layers(costs, settings.chunks, last)
+
 
 def divide_layers(costs: Sequence[float], chunks: int, last: float = 0.0) -> list[range]:
     """Divide layers into consecutive chunks so that the most expensive chunk costs as little as possible.
@@ -79,4 +97,4 @@ def _activated(layer: nn.Module, config: PreTrainedConfig) -> int:
     return total
 
 
-__all__ = ["count_costs", "divide_layers", "listed_layers"]
+__all__ = ["chunk_layers", "count_costs", "divide_layers", "listed_layers"]

@@ -60,7 +60,8 @@ class AbsentEmbedding(nn.Module):
     def __init__(self, embedding: nn.Module):
         super().__init__()
         self.num_embeddings = embedding.num_embeddings
-        self.register_buffer("weight", embedding.weight.detach().new_empty(0), persistent=False)
+        # Not on the embedding's device: the embedding of another process is on the meta device.
+        self.register_buffer("weight", torch.empty(0, dtype=embedding.weight.dtype), persistent=False)
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -81,8 +82,6 @@ def check_model(model: PreTrainedModel) -> None:
             "`pipeline` of the recipe cannot compute the routers' auxiliary loss, which reads the routers of all "
             "chunks: set config.output_router_logits=false, and balance by `expert_balancing`."
         )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("a model on the meta device has no weights to train: load it first.")
 
 
 def keep_part(
@@ -121,26 +120,27 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def untie(model: PreTrainedModel) -> None:
-    """Give the head its own copy of a tied weight, for a process that holds the head without the embedding.
+    """Give the head a parameter for its tied weight, for a process that holds the head without the embedding.
 
-    The process with the embedding has the other copy. Both get the sum of their gradients, so that they stay equal.
+    The two share their memory until [`keep_part`] drops the embedding. The process with the embedding has the other
+    copy. Both get the sum of their gradients, so that they stay equal.
     """
     weight = model.get_output_embeddings().weight
-    model.get_output_embeddings().weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    model.get_output_embeddings().weight = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
 
 
-def view_of(model: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> PreTrainedModel:
-    """Return the model of one chunk, which shares its modules with the model of the process.
+def view_of(model: PreTrainedModel, layers: Collection[int], is_first: bool, is_last: bool) -> PreTrainedModel:
+    """Return the model of a chunk or of a process, which shares its modules with a larger model.
 
     Args:
-        model: The model of the process, with the layers of all of its chunks.
-        layers: The layers of the chunk.
+        model: The larger model.
+        layers: The layers of the chunk or process.
         is_first: Whether the chunk has the token embedding.
         is_last: Whether the chunk has the final norm and the head.
     """
     view, decoder = _shallow(model), _shallow(model.base_model)
     setattr(view, model.base_model_prefix, decoder)
-    keep_part(view, layers, is_first, is_last, entry=None if is_first else layers.start - 1)
+    keep_part(view, layers, is_first, is_last, entry=None if is_first else min(layers) - 1)
     return view
 
 

@@ -29,8 +29,9 @@ from attnres import ResidualConfig
 from attnres.configuration import count_parameters, load, names
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
+from attnres.conversion.retrofit import retrofit_part
 from attnres.conversion.source_code import CODE_FIELDS
-from attnres.conversion.whole import check_memory, load_whole
+from attnres.conversion.whole import Part, check_memory, load_whole
 from attnres.utils.hub import meant
 from attnres.utils.wording import counted
 
@@ -38,6 +39,7 @@ from .chat import encode_chat
 from .data import DataSpec, digest_of, load_blocks
 from .division import check_fsdp2, divides_sequence, load_divided
 from .documents import file_identities
+from .pipeline_parts import make_part, part_of
 from .pipeline_settings import count_replicas, read_settings
 from .recipe import Recipe
 from .run_folder import START
@@ -234,6 +236,13 @@ def _check_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
         parts, values = f"weights, gradients and moments ({recipe.optimizer})", 2 * count.total + moments
     needed = values * dtype.itemsize
     subject = f"{recipe.model} has {count.total:,} parameters, whose {parts} in {str(dtype).removeprefix('torch.')}"
+    if (part := part_of_process(recipe)) is not None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        names = part(model)
+        held = sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
+        needed = needed * held // count.total
+        subject += " on a process"
     check_memory(needed, subject, "Choose a smaller configuration, or smaller numbers by `config`.")
 
 
@@ -315,7 +324,7 @@ def prepare_model(
         OSError, RuntimeError, ValueError: The model cannot be loaded, retrofitted or divided.
     """
     if division is None:
-        return build_model(recipe, tokenizer)
+        return build_model(recipe, tokenizer, part_of_process(recipe))
     start, build = Path(recipe.out) / START, partial(build_model, recipe, tokenizer)
     if checkpoint is not None:
         model = load_divided(checkpoint, division, start, build)
@@ -330,12 +339,20 @@ def prepare_model(
     return model
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Make or load the whole model of a recipe in this process, with its retrofit and adapters.
+def part_of_process(recipe: Recipe) -> Part | None:
+    """Return the function that gives the names of this process's tensors; `None` if the recipe has no `pipeline`."""
+    settings = read_settings(recipe.pipeline)
+    return None if settings is None else part_of(settings, PartialState().process_index % settings.stages)
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, part: Part | None = None) -> PreTrainedModel:
+    """Make or load the model of a recipe in this process, with its retrofit and adapters.
 
     Args:
         recipe: The recipe of the run.
         tokenizer: The tokenizer of the run; a model from scratch has its vocabulary.
+        part: A function that gives the names of the tensors that this process needs. The others are left on the meta
+            device, except where `load_whole` loads them all. `None` for the whole model.
 
     Returns:
         The model, a PEFT model if the recipe has `lora`.
@@ -344,12 +361,15 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
         OSError, ValueError: The model cannot be loaded or retrofitted.
     """
     if recipe.model in names():
-        model = AutoModelForCausalLM.from_config(_named_config(recipe, tokenizer))
+        config = _named_config(recipe, tokenizer)
+        model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
     else:
         # Absolute, since the file of an adapter names its base by this path.
         source = str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model
         try:
             options = {"starts_anew": True, "trust_remote_code": False}
+            if part is not None:
+                options["part"] = part if recipe.retrofit is None else partial(_part_of_retrofit, recipe, part)
             model = load_whole(AutoModelForCausalLM, source, **options, **recipe.config)
         except TypeError as error:  # the model's constructor gets each key that is not a field of its configuration
             raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
@@ -357,7 +377,8 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
         for name in CODE_FIELDS:
             vars(model.config).pop(name, None)
     if recipe.retrofit is not None:
-        model = retrofit(model, **recipe.retrofit)
+        # A retrofit of the whole model refuses one that is offloaded.
+        model = retrofit(model, **recipe.retrofit) if part is None else retrofit_part(model, **recipe.retrofit)
     if recipe.lora is not None:
         from .lora import add_adapters  # here, since `peft` comes with an extra
 
@@ -366,11 +387,18 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTraine
     return model
 
 
+def _part_of_retrofit(recipe: Recipe, part: Part, source: PreTrainedModel) -> frozenset[str]:
+    """Return the names that `part` gives for the retrofit of a model: its layers decide how it is divided."""
+    with torch.device("meta"):
+        return part(AutoModelForCausalLM.from_config(retrofit_config(source.config, **recipe.retrofit)))
+
+
 __all__ = [
     "build_model",
     "check_model_config",
     "explain_missing",
     "identify_model",
+    "part_of_process",
     "prepare_arguments",
     "prepare_data",
     "prepare_model",

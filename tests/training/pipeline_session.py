@@ -1,12 +1,15 @@
 """Train small models in pipelines of four processes, each of which runs `pipeline_session.py FOLDER`.
 
-Each case of `CASES` trains some steps by a pipeline, and the same steps with the whole model in one process. The first
-process writes the differences and the counts of bytes to `FOLDER/results.json`.
+Each case of `CASES` trains some steps by a pipeline, and the same steps with the whole model in one process. In
+bfloat16, one process also trains in float32, to see how large the rounding is. The first process writes the differences
+and the counts of bytes to `FOLDER/results.json`.
 """
 
 import copy
 import json
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +39,7 @@ LLAMA = {
 
 def case(stages: int, virtual: int, schedule: str, microbatches: int, kimi: bool = False, **others) -> dict:
     """Describe a case: the pipeline, the model's fields, and how it is trained."""
-    ways = {"layers": None, "cache": True, "fsdp": False}
+    ways = {"layers": None, "cache": True, "fsdp": False, "narrow": None}
     ways |= {"checkpointing": False, "accumulated": 1, "rows": 1, "steps": STEPS}
     pipeline = {"stages": stages, "virtual": virtual, "schedule": schedule, "microbatches": microbatches}
     return {"pipeline": pipeline, "kimi": kimi} | {k: others.pop(k, v) for k, v in ways.items()} | {"fields": others}
@@ -74,6 +77,21 @@ CASES = {
     ),
     "Kimi Linear with experts": case(2, 2, "Interleaved1F1B", 4, kimi=True, attn_res_block_size=3),
     "Kimi Linear, zero bubble": case(2, 2, "InterleavedZeroBubble", 2, kimi=True, attn_res_block_size=3),
+    # Weights in bfloat16; and weights in float32, with autocast to bfloat16, as `trainer.bf16=true` sets it.
+    "weights in bfloat16": case(
+        2,
+        2,
+        "Interleaved1F1B",
+        4,
+        narrow="weights",
+        num_hidden_layers=6,
+        attn_res_block_size=3,
+        tie_word_embeddings=True,
+    ),
+    "autocast to bfloat16": case(4, 1, "1F1B", 4, narrow="autocast", num_hidden_layers=6, attn_res_block_size=5),
+    "autocast to bfloat16, streams": case(
+        2, 2, "Interleaved1F1B", 2, narrow="autocast", num_hidden_layers=4, residual_connection="mhc"
+    ),
     # Chunks end inside blocks: one layer, then two layers a chunk, with blocks of two layers.
     **{
         f"counts, P={stages}, V={virtual}, {'cached' if cache else 'naive'}": case(
@@ -133,50 +151,80 @@ def run(described: dict) -> dict:
     """Train by a pipeline and in one process, and return differences and counts."""
     ways = {name: described[name] for name in ("layers", "cache", "fsdp")}
     settings = PipelineSettings(**described["pipeline"], **ways)
-    whole = build(described)
+    exact = build(described)
+    whole = copy.deepcopy(exact)
+    if described["narrow"] == "weights":
+        exact = copy.deepcopy(whole.bfloat16()).float()
     pipeline = Pipeline(copy.deepcopy(whole), settings, torch.device("cpu"))
+    autocast = nullcontext
+    if described["narrow"] == "autocast":
+        autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+        pipeline.forward_contexts.append(autocast)
+        pipeline.output_dtype = torch.bfloat16
     part, names = pipeline.model, {name for name, _ in pipeline.model.named_parameters()}
-    optimizers = make_step(part, described), make_step(whole.train(), described)
-    worst = {"loss": 0.0, "gradients": 0.0, "weights": 0.0, "norm": 0.0}
+    # In one process, with the dtypes of the pipeline; and in float32, if that is something else.
+    models = {whole.train(): autocast} | ({exact.train(): nullcontext} if described["narrow"] else {})
+    optimizers = [make_step(model, described) for model in (part, *models)]
+    worst, rounding = {}, {}
+    compared = [(worst, part, whole), (rounding, whole, exact)][: len(models)]
     for step in range(described["steps"]):
         batches = batches_of(described, step, pipeline.replicas)
-        items, losses = count_items(batches), torch.zeros(2)
+        items, losses = count_items(batches), torch.zeros(1 + len(models))
         for row in batches:
             # Every process has the loss of its pipeline.
             losses[0] += pipeline.step(row[pipeline.replica], items)
-            for batch in row:
-                loss = whole(**batch, num_items_in_batch=items, use_cache=False).loss
-                loss.backward()
-                losses[1] += loss.detach()
+            for number, (model, context) in enumerate(models.items(), start=1):
+                for batch in row:
+                    with context():
+                        loss = model(**batch, num_items_in_batch=items, use_cache=False).loss
+                    loss.backward()
+                    losses[number] += loss.detach()
         pipeline.reduce_gradients()
         pipeline.end_step()
         dist.all_reduce(losses)
-        losses /= torch.tensor([settings.stages, dist.get_world_size()])
-        worst["loss"] = max(worst["loss"], ((losses[0] - losses[1]) / losses[1]).abs().item())
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in whole.parameters()])
-        for parameter, other in pairs(part, whole):
-            # Some gradients are so small that rounding is a large part of them.
-            scale = max(norm.item() / 10, other.grad.norm().item())
-            worst["gradients"] = max(worst["gradients"], (full(parameter.grad) - other.grad).norm().item() / scale)
-        norms = pipeline.clip_gradients(0.5), torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        worst["norm"] = max(worst["norm"], difference(*norms))
+        losses /= torch.tensor([settings.stages, *[dist.get_world_size()] * len(models)])
+        norms = [pipeline.clip_gradients(float("inf"))]
+        norms += [torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]) for model in models]
+        for index, (differences, found, expected) in enumerate(compared):
+            note(differences, "loss", difference(losses[index], losses[index + 1]))
+            note(differences, "norm", difference(norms[index], norms[index + 1]))
+            for parameter, other in pairs(found, expected):
+                # Some gradients are so small that rounding is a large part of them.
+                scale = max(norms[index + 1].item() / 10, other.grad.norm().item())
+                error = (full(parameter.grad).float() - other.grad.float()).norm().item()
+                note(differences, "gradients", error / scale)
+        pipeline.clip_gradients(0.5)
+        for model in models:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for parameter, other in pairs(part, whole):
-        worst["weights"] = max(worst["weights"], difference(full(parameter.detach()), other.detach()))
-    logits = pipeline.evaluate({"input_ids": torch.arange(3, 15).view(3, 4)})
+    ids = torch.arange(3, 15).view(3, 4)
+    logits, outputs = pipeline.evaluate({"input_ids": ids}), []
+    for model, context in models.items():
+        with context():  # with gradients on, as the pipeline: an inference plan reads in another order
+            outputs.append(model.eval()(ids, use_cache=False).logits.detach())
     if logits is not None:
-        outputs = whole.eval()(torch.arange(3, 15).view(3, 4), use_cache=False)
-        worst["logits"] = difference(logits, outputs.logits.detach())
+        note(worst, "logits", difference(logits, outputs[0]))
+    if described["narrow"]:
+        note(rounding, "logits", difference(*outputs))
+    for differences, found, expected in compared:
+        for parameter, other in pairs(found, expected):
+            note(differences, "weights", difference(full(parameter.detach()), other.detach()))
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, {"worst": worst, "names": sorted(names)})
     in_order = [name for name in (n for n, _ in whole.named_parameters())]
     return {
         "worst": {name: max(one["worst"].get(name, 0.0) for one in gathered) for name in (*worst, "logits")},
+        "rounding": rounding,
         "is_complete": {name for one in gathered for name in one["names"]} >= {*in_order},
         "results": pipeline.results(),
     }
+
+
+def note(differences: dict[str, float], name: str, value: float) -> None:
+    """Keep a difference if it is the largest of its name."""
+    differences[name] = max(differences.get(name, 0.0), value)
 
 
 def pairs(part: PreTrainedModel, whole: PreTrainedModel) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -193,7 +241,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference, relative to the norm of the expected tensor."""
-    return ((found - expected).norm() / expected.norm().clamp_min(1e-6)).item()
+    return ((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6)).item()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,7 @@ from .running import results, wait_for
 
 YAMLS = sorted(Path(attnres.configuration.__file__).with_name("accelerate").glob("*.yaml"))
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "steps=6", "save_every=3", "log_every=1")
+TP = "tensor_parallel"
 # A hybrid with balanced experts, from scratch and from a published layout; Kimi K3; and a retrofit, with tied weights.
 RUNS = {
     "scratch": ("pretrain", "model=attnres-tiny", "config={{num_hidden_layers: 4}}", "tokenizer={source}"),
@@ -103,13 +105,18 @@ def run_in_forks(
 ) -> subprocess.CompletedProcess:
     """Run processes in the environment that `accelerate launch` gives them."""
     script = [str(Path(__file__).with_name("many_devices_session.py"))] if as_on_gpus else ["-m", "attnres_cli"]
+    environment = environment_of(config, processes)
+    return forks.launch(*script, "train", *arguments, processes=processes, env=environment)
+
+
+def environment_of(config: str, processes: int) -> dict[str, str]:
+    """Return the environment that `accelerate launch` gives all processes."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES"):
             patch.setenv(name, ON_CPUS[name])
-        arguments_of_launch = [*options_of(config, processes), *script]
-        options, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments_of_launch))
-        environment = prepare_multi_gpu_env(options)
-    return forks.launch(*script, "train", *arguments, processes=processes, env=environment)
+        arguments = [*options_of(config, processes), "-m", "attnres_cli"]
+        options, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+        return prepare_multi_gpu_env(options)
 
 
 def run_to_the_end(arguments: list[str], processes: int = 2) -> str:
@@ -168,34 +175,23 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "run, config, distributed, as_on_gpus, how",
+    "run, config, distributed, as_on_gpus, processes, how",
     [
-        ("retrofit", "ddp", None, False, "each with the whole model (DDP)"),
-        ("retrofit", "fsdp2", None, True, "the model divided by accelerate (FSDP2)"),
-        ("retrofit", "ddp", "{fsdp_size: 2}", False, "the model divided by transformers (FSDP2 2)"),
-        ("hybrid", "tensor_parallel", "{tp_size: 2}", True, "the model divided by transformers (TP 2)"),
-        (
-            "kimi_k3",
-            "tensor_parallel",
-            "{fsdp_size: 2, ep_size: 2}",
-            False,
-            "the model divided by transformers (FSDP2 2, EP 2)",
-        ),
-        (
-            "retrofit",
-            "tensor_parallel",
-            "{tp_size: 2, sequence_parallel: true}",
-            True,
-            "the model divided by transformers (TP 2, sequence parallel)",
-        ),
+        ("retrofit", "ddp", None, False, 2, "each with the whole model (DDP)"),
+        ("retrofit", "fsdp2", None, True, 2, "the model divided by accelerate (FSDP2)"),
+        ("retrofit", "ddp", "{fsdp_size: 2}", False, 2, "divided by transformers (FSDP2 2)"),
+        ("retrofit", TP, "{tp_size: 2, sequence_parallel: true}", True, 2, "by transformers (TP 2, sequence parallel)"),
+        ("hybrid", TP, "{tp_size: 2, fsdp_size: 2}", True, 4, "by transformers (FSDP2 2, TP 2)"),
+        ("kimi_k3", TP, "{fsdp_size: 4, ep_size: 2}", False, 4, "by transformers (FSDP2 4, EP 2)"),
     ],
 )
-def test_two_processes_give_the_run_of_one(
-    run, config, distributed, as_on_gpus, how, single, arguments, tmp_path, monkeypatch
+def test_several_processes_give_the_run_of_one(
+    run, config, distributed, as_on_gpus, processes, how, single, arguments, tmp_path, monkeypatch
 ):
-    """Each process computes half of the batch; with tensor parallelism, the whole batch with half of each matrix.
+    """Each group computes its part of the batch; with tensor parallelism, a process has half of each matrix.
 
-    With accelerate's FSDP2, the first process alone has the weights at the start; embedding and head are tied.
+    With accelerate's FSDP2, the first process alone has the weights at the start; embedding and head are tied. The runs
+    of four processes are resumed too, as if they had been killed before their last checkpoint.
     """
     out = tmp_path / "out"
     if config == "fsdp2":
@@ -203,15 +199,24 @@ def test_two_processes_give_the_run_of_one(
     changes = [f"distributed={distributed}"] if distributed else []
     if run == "kimi_k3":  # with checkpointing, which the run in one process has not
         changes.append("trainer.gradient_checkpointing=true")
-    done = run_in_forks(arguments(run, out, *changes), config, as_on_gpus)
+    done = run_in_forks(arguments(run, out, *changes), config, as_on_gpus, processes)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("Written to") == 1
-    assert f"\nProcesses: 2 processes, {how}\n" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"Processes: {processes} processes, ")]
+    assert line.endswith(how)
     assert_same_run(out, single(run))
     # The last checkpoint holds the same model, also if each process has written its part.
-    assert len(list((out / "checkpoint-6").glob("shard-*.safetensors"))) == (2 if distributed else 0)
+    shards = processes if distributed else 0
+    assert len(list((out / "checkpoint-6").glob("shard-*.safetensors"))) == shards
     models = [AutoModelForCausalLM.from_pretrained(out / name).state_dict() for name in ("model", "checkpoint-6")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    if processes == 4:
+        ended = out.rename(tmp_path / "ended")
+        shutil.copytree(ended, out, ignore=shutil.ignore_patterns("checkpoint-6", "model", "results.json"))
+        done = run_in_forks(arguments(run, out, *changes), config, as_on_gpus, processes)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "Resuming from" in done.stdout
+        assert_same_run(out, ended, tolerance=0)
 
 
 @pytest.mark.slow
@@ -310,6 +315,56 @@ def test_two_pipelines_divided_by_fsdp2_give_the_run_of_one_process(single, argu
     output = run_to_the_end(arguments("retrofit", tmp_path / "out", *changes), processes=4)
     assert "4 processes, 2 pipelines divided by FSDP2, each of 2 stages with 1 chunk (1F1B" in output
     assert_same_run(tmp_path / "out", single("retrofit"))
+
+
+STOPS = """
+import os, signal, sys
+from pathlib import Path
+from attnres.commands.main import main
+from attnres.training.pipeline import Pipeline
+
+batches, step = [], Pipeline.step
+
+def stop_after_the_checkpoint(self, *arguments):
+    batches.append(arguments)
+    if len(batches) == 7:  # the first of the two of step 4
+        Path(os.environ["STOPPED"]).write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return step(self, *arguments)
+
+if os.environ["RANK"] == "1":
+    Pipeline.step = stop_after_the_checkpoint
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, arguments, tmp_path):
+    """The other process says so in one line. Without the stopped process, which a launcher kills, none is left.
+
+    Each process makes its part of a model from scratch. The same command resumes, and gives the run of one process.
+    """
+    out = tmp_path / "out"
+    ranks = [
+        environment | {"STOPPED": str(tmp_path / "stopped")} for environment in forks.ranks(environment_of("ddp", 2), 2)
+    ]
+    command = arguments("scratch", out, "micro_batch_size=2", "pipeline={stages: 2, timeout: 10}")
+    with ThreadPoolExecutor() as threads:
+        ends = [threads.submit(forks.run, "-c", STOPS, "train", *command, env=rank, timeout=200) for rank in ranks]
+        first = ends[0].result()
+        process = psutil.Process(int((tmp_path / "stopped").read_text()))
+        assert process.status() == psutil.STATUS_STOPPED
+        assert not process.children()
+        process.kill()
+        assert ends[1].result().returncode == -signal.SIGKILL
+    assert first.returncode == 1
+    (line,) = [line for line in first.stderr.splitlines() if line.startswith("attnres: ")]
+    assert "process 0 has waited 10 seconds for the other processes: one of them hangs, or a step takes longer." in line
+    assert "Its neighbours in the pipeline: 1." in line and "`timeout` of the recipe's `pipeline`" in line
+    assert not (out / "results.json").exists()
+    output = run_to_the_end(arguments("scratch", out, "micro_batch_size=2", "pipeline={stages: 2}"))
+    assert "Resuming from" in output
+    assert_same_run(out, single("scratch"))
 
 
 @pytest.mark.slow
