@@ -68,9 +68,9 @@ def make_part(config: PreTrainedConfig, part: Part) -> PreTrainedModel:
         whole = AutoModelForCausalLM.from_config(config)
     names = part(whole)
     held = {id(tensor) for name, tensor in whole.state_dict(keep_vars=True).items() if name in names}
-    # A constructor makes its parameters in the same order each time. It may replace one by another that it computes from
-    # the first, so the last one decides about both.
-    is_held = iter([id(getattr(module, name)) in held for module, name in made])
+    # A constructor makes its parameters in the same order each time. One may be computed from another, which it then
+    # replaces, so the last one decides about both.
+    is_held = iter([id(getattr(module, name, None)) in held for module, name in made])
 
     def place(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if next(is_held, True) or parameter.is_meta:

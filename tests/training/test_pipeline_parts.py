@@ -113,6 +113,7 @@ def test_a_retrofit_refuses_a_model_of_which_a_part_is_loaded(backbones):
 
 MEMORY = """
 import json
+import os
 import sys
 from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -125,14 +126,19 @@ def peak():
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 def growth(make, *arguments, **options):
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, at the memory in use
-    before = peak()
-    model = make(*arguments, **options)
-    return peak() - before
+    # In a process of its own, since memory that another model has left would be used again.
+    receiver, sender = os.pipe()
+    if not os.fork():
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, at the memory in use
+        before = peak()
+        model = make(*arguments, **options)
+        os.write(sender, str(peak() - before).encode())
+        os._exit(0)
+    os.close(sender)
+    return int(os.fdopen(receiver).read())
 
 source, part = sys.argv[1], part_of(PipelineSettings(4), 1)
 config = AutoConfig.from_pretrained(source)
-growth(load_whole, AutoModelForCausalLM, source, part=part)  # imports
 print(json.dumps({
     "made": [growth(make_part, config, part), growth(AutoModelForCausalLM.from_config, config)],
     "loaded": [growth(load_whole, AutoModelForCausalLM, source, **chosen) for chosen in ({"part": part}, {})],
@@ -154,5 +160,5 @@ def test_a_part_takes_the_memory_of_its_stage_and_of_one_tensor(tmp_path):
     assert done.returncode == 0, done.stderr
     margin = 6 * 2**20  # for allocations other than weights
     for part, whole in json.loads(done.stdout).values():
-        assert held <= part <= held + max(sizes.values()) + margin
-        assert whole >= sum(sizes.values()) > 3 * held
+        assert part <= held + max(sizes.values()) + margin < sum(sizes.values()) / 1.9
+        assert whole >= 0.9 * sum(sizes.values())
