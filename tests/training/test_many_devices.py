@@ -317,6 +317,20 @@ def test_two_pipelines_divided_by_fsdp2_give_the_run_of_one_process(single, argu
     assert_same_run(tmp_path / "out", single("retrofit"))
 
 
+@pytest.mark.slow
+def test_a_pipeline_in_bfloat16_gives_the_run_of_one_process_up_to_rounding(single, arguments, tmp_path):
+    outs = [tmp_path / name for name in ("one", "pipeline")]
+    changes = "micro_batch_size=2", "trainer.bf16=true", "steps=2"
+    done = forks.run("-m", "attnres_cli", "train", *arguments("scratch", outs[0], *changes))
+    assert done.returncode == 0, done.stderr[-4000:]
+    run_to_the_end(arguments("scratch", outs[1], *changes, "pipeline={stages: 2}"))
+    for curve in ("training_loss", "held_out_losses"):
+        one, pipeline = (torch.tensor(results(out)[curve])[:, 1] for out in outs)
+        torch.testing.assert_close(pipeline, one, rtol=1e-3, atol=0)
+    losses = [results(out)["training_loss"][0][1] for out in (*outs, single("scratch"))]
+    assert losses[2] not in losses[:2]  # in float32, before the first update
+
+
 STOPS = """
 import os, signal, sys
 from pathlib import Path

@@ -1,20 +1,21 @@
 """A process of a pipeline holds the tensors of its stages alone, with the values that they have in the whole model."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from attnres.backbones_attnres import config_on
-from attnres.configuration import load
+from attnres.configuration import count_parameters, load
 from attnres.configuration_attnres import AttnResConfig
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.conversion.whole import load_whole
 from attnres.training.pipeline_parts import make_part, part_of
 from attnres.training.pipeline_settings import PipelineSettings
-from attnres.training.prepare import build_model
+from attnres.training.prepare import build_model, check_model_config
 from attnres.training.recipe import Recipe
 
 from .. import forks
@@ -102,6 +103,21 @@ def test_a_checkpoint_without_the_tensors_of_connections_is_loaded_whole(tiny_mo
     with pytest.warns(match="computes another function"):
         model = load_whole(AutoModelForCausalLM, str(tmp_path), **options)
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_a_run_from_scratch_needs_memory_for_its_stage(assets, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(assets / "checkpoints" / "stories260K-hf")
+    recipe = Recipe("attnres-tiny", ("a.txt",), "out", steps=1, tokenizer="stories", optimizer="adamw")
+    kept = 1 if torch.accelerator.is_available() else 4  # weights, on a CPU also gradients and two moments
+    needed = 4 * kept * count_parameters(load("attnres-tiny", vocab_size=len(tokenizer))).total
+    monkeypatch.setattr("attnres.conversion.whole.free_memory", lambda: int(0.8 * needed))
+    with pytest.raises(ValueError, match=r"attnres-tiny has .* in float32 take "):
+        check_model_config(recipe, "pretrain", tokenizer)
+    recipe = replace(recipe, pipeline={"stages": 2})
+    check_model_config(recipe, "pretrain", tokenizer)
+    monkeypatch.setattr("attnres.conversion.whole.free_memory", lambda: int(0.2 * needed))
+    with pytest.raises(ValueError, match=r"attnres-tiny has .* in float32 on a process take "):
+        check_model_config(recipe, "pretrain", tokenizer)
 
 
 def test_a_retrofit_refuses_a_model_of_which_a_part_is_loaded(backbones):
