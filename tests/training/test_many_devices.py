@@ -1,5 +1,6 @@
 """A model divided among two processes, on CPUs, trains as in one: FSDP2, tensor and expert parallel."""
 
+import json
 import os
 import re
 import shutil
@@ -332,22 +333,27 @@ def test_a_pipeline_in_bfloat16_gives_the_run_of_one_process_up_to_rounding(sing
 
 
 STOPS = """
-import os, signal, sys
+import json, os, signal
 from pathlib import Path
 from attnres.commands.main import main
 from attnres.training.pipeline import Pipeline
 
-batches, step = [], Pipeline.step
+folder, rank, batches = Path(os.environ["FOLDER"]), os.environ["RANK"], []
+begin, step = Pipeline.__init__, Pipeline.step
+
+def count_parameters(self, model, *arguments):
+    sizes = [[parameter.numel(), parameter.is_meta] for parameter in model.parameters()]
+    (folder / f"sizes-{rank}").write_text(json.dumps(sizes))
+    begin(self, model, *arguments)
 
 def stop_after_the_checkpoint(self, *arguments):
     batches.append(arguments)
-    if len(batches) == 7:  # the first of the two of step 4
-        Path(os.environ["STOPPED"]).write_text(str(os.getpid()))
+    if rank == "1" and len(batches) == 7:  # the first of the two of step 4
+        (folder / "stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     return step(self, *arguments)
 
-if os.environ["RANK"] == "1":
-    Pipeline.step = stop_after_the_checkpoint
+Pipeline.__init__, Pipeline.step = count_parameters, stop_after_the_checkpoint
 main()
 """
 
@@ -356,13 +362,12 @@ main()
 def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, arguments, tmp_path):
     """The other process says so in one line. Without the stopped process, which a launcher kills, none is left.
 
-    Each process makes its part of a model from scratch. The same command resumes, and gives the run of one process.
+    Each process makes its part of a model from scratch, and each parameter is in one part. The same command resumes,
+    and gives the run of one process.
     """
     out = tmp_path / "out"
-    ranks = [
-        environment | {"STOPPED": str(tmp_path / "stopped")} for environment in forks.ranks(environment_of("ddp", 2), 2)
-    ]
     command = arguments("scratch", out, "micro_batch_size=2", "pipeline={stages: 2, timeout: 10}")
+    ranks = forks.ranks(environment_of("ddp", 2) | {"FOLDER": str(tmp_path)}, 2)
     with ThreadPoolExecutor() as threads:
         ends = [threads.submit(forks.run, "-c", STOPS, "train", *command, env=rank, timeout=200) for rank in ranks]
         first = ends[0].result()
@@ -376,6 +381,8 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
     assert "process 0 has waited 10 seconds for the other processes: one of them hangs, or a step takes longer." in line
     assert "Its neighbours in the pipeline: 1." in line and "`timeout` of the recipe's `pipeline`" in line
     assert not (out / "results.json").exists()
+    parts = zip(*(json.loads((tmp_path / f"sizes-{rank}").read_text()) for rank in range(2)), strict=True)
+    assert all(sizes[0] == sizes[1] and sum(is_absent) == 1 for sizes, is_absent in (zip(*both) for both in parts))
     output = run_to_the_end(arguments("scratch", out, "micro_batch_size=2", "pipeline={stages: 2}"))
     assert "Resuming from" in output
     assert_same_run(out, single("scratch"))
