@@ -1,17 +1,22 @@
-"""Run `attnres train` on CPUs as if they were GPUs: `many_devices_session.py train RECIPE [key=value ...]`.
+"""Run `attnres train` in a chosen way: `many_devices_session.py train RECIPE [key=value ...]`.
 
-accelerate uses FSDP2 and tensor parallelism on GPUs only, although both run on CPUs. This session makes it treat CPUs
-as GPUs.
+- With `AS_ON_GPUS` in the environment, accelerate treats CPUs as GPUs. It uses FSDP2 and tensor parallelism on GPUs
+  only, although both run on CPUs.
+- With `STOPPED_AFTER`, a process gets SIGTERM after this step, as from a scheduler, and then runs the command again.
 """
 
 import os
+import signal
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from attnres.commands.main import main
+from attnres.training.train import TERMINATED
+from attnres.training.trainer import StopOnSignal
 
-start = PartialState.__init__
+start, end_step = PartialState.__init__, StopOnSignal.on_step_end
+stops = [int(step) for step in os.environ.get("STOPPED_AFTER", "").split()]
 
 
 def start_as_on_gpus(state: PartialState, *args, **kwargs) -> None:
@@ -20,9 +25,23 @@ def start_as_on_gpus(state: PartialState, *args, **kwargs) -> None:
         state.distributed_type = DistributedType.MULTI_GPU
 
 
-PartialState.__init__ = start_as_on_gpus
+def stop_after_step(self: StopOnSignal, args, state, control, **kwargs) -> None:
+    if state.global_step in stops:
+        stops.remove(state.global_step)
+        os.kill(os.getpid(), signal.SIGTERM)
+    end_step(self, args, state, control, **kwargs)
+
+
+if os.environ.get("AS_ON_GPUS"):
+    PartialState.__init__ = start_as_on_gpus
 if os.environ.get("FIRST_PROCESS_LOADS"):  # `fsdp_cpu_ram_efficient_loading: true` in accelerate's file
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
 
 if __name__ == "__main__":
+    if stops:
+        StopOnSignal.on_step_end = stop_after_step
+        try:
+            main()
+        except SystemExit as end:
+            assert end.code == TERMINATED, end.code
     main()
