@@ -8,6 +8,7 @@
 import os
 import signal
 
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
@@ -40,8 +41,10 @@ if os.environ.get("FIRST_PROCESS_LOADS"):  # `fsdp_cpu_ram_efficient_loading: tr
 if __name__ == "__main__":
     if stops:
         StopOnSignal.on_step_end = stop_after_step
+        leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None  # the second run has it too
         try:
             main()
         except SystemExit as end:
             assert end.code == TERMINATED, end.code
+        dist.destroy_process_group = leave
     main()
