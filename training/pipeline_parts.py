@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from attnres.conversion.whole import Part
 
 from .pipeline_layers import chunk_layers
-from .pipeline_model import view_of
+from .pipeline_model import check_model, view_of
 from .pipeline_settings import PipelineSettings
 
 
@@ -30,11 +30,12 @@ def part_of(settings: PipelineSettings, stage: int) -> Part:
         stage: The place of the process in its pipeline.
 
     Returns:
-        A function of the whole model, which may be on the meta device. It raises ValueError if the model has fewer
-        layers than chunks.
+        A function of the whole model, which may be on the meta device. It raises ValueError if the model cannot be cut in
+        this way.
     """
 
     def names(model: PreTrainedModel) -> frozenset[str]:
+        check_model(model)
         layers = {layer for part in chunk_layers(model, settings)[stage :: settings.stages] for layer in part}
         is_last = stage == settings.stages - 1
         held = {*view_of(model, layers, stage == 0, is_last).state_dict()}

@@ -120,6 +120,13 @@ def test_a_run_from_scratch_needs_memory_for_its_stage(assets, monkeypatch):
         check_model_config(recipe, "pretrain", tokenizer)
 
 
+def test_a_model_outside_the_family_is_refused_before_it_is_loaded(tmp_path):
+    config = AutoConfig.for_model("gpt2", n_embd=16, n_layer=2, n_head=2, vocab_size=40)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="needs a language model of the family, not gpt2"):
+        load_whole(AutoModelForCausalLM, str(tmp_path), part=part_of(TWO_STAGES, 0))
+
+
 def test_a_retrofit_refuses_a_model_of_which_a_part_is_loaded(backbones):
     model = backbones.build("llama")
     model.model.layers[1].to("meta")
