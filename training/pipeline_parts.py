@@ -30,8 +30,8 @@ def part_of(settings: PipelineSettings, stage: int) -> Part:
         stage: The place of the process in its pipeline.
 
     Returns:
-        A function of the whole model, which may be on the meta device. It raises ValueError if the model cannot be cut in
-        this way.
+        A function of the whole model, which may be on the meta device. It raises ValueError if the model cannot be cut
+        in this way.
     """
 
     def names(model: PreTrainedModel) -> frozenset[str]:
