@@ -34,13 +34,14 @@ from .running import results, wait_for
 
 YAMLS = sorted(Path(attnres.configuration.__file__).with_name("accelerate").glob("*.yaml"))
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "steps=6", "save_every=3", "log_every=1")
+FEW = "held_out_sequences=8"  # most of the time would go into held-out losses
 TP = "tensor_parallel"
 # A hybrid with balanced experts, from scratch and from a published layout; Kimi K3; and a retrofit, with tied weights.
 RUNS = {
     "scratch": ("pretrain", "model=attnres-tiny", "config={{num_hidden_layers: 4}}", "tokenizer={source}"),
-    "hybrid": ("pretrain", "model={hybrid}"),
-    "kimi_k3": ("pretrain", "model={kimi_k3}"),
-    "retrofit": ("heal", "model={source}", "retrofit={{block_size: 2}}", "residual_alone=0.5"),
+    "hybrid": ("pretrain", "model={hybrid}", FEW),
+    "kimi_k3": ("pretrain", "model={kimi_k3}", FEW),
+    "retrofit": ("heal", "model={source}", "retrofit={{block_size: 2}}", "residual_alone=0.5", FEW),
 }
 
 
@@ -347,7 +348,7 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
     bfloat16 the run is that of one process up to rounding.
     """
     outs = [tmp_path / name for name in ("pipeline", "one")]
-    changes = "micro_batch_size=2", "trainer.bf16=true"
+    changes = "micro_batch_size=2", "trainer.bf16=true", FEW
     command = arguments("scratch", outs[0], *changes, "pipeline={stages: 2, timeout: 10}")
     ranks = forks.ranks(environment_of("ddp", 2) | {"FOLDER": str(tmp_path)}, 2)
     with ThreadPoolExecutor() as threads:
