@@ -348,7 +348,7 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
     bfloat16 the run is that of one process up to rounding.
     """
     outs = [tmp_path / name for name in ("pipeline", "one")]
-    changes = "micro_batch_size=2", "trainer.bf16=true", FEW
+    changes = "micro_batch_size=2", "trainer.bf16=true"
     command = arguments("scratch", outs[0], *changes, "pipeline={stages: 2, timeout: 10}")
     ranks = forks.ranks(environment_of("ddp", 2) | {"FOLDER": str(tmp_path)}, 2)
     with ThreadPoolExecutor() as threads:
