@@ -1,4 +1,4 @@
-"""A model divided among two processes, on CPUs, trains as in one: FSDP2, tensor and expert parallel."""
+"""A model divided among two or four processes, on CPUs, trains as in one: FSDP2, tensor and expert parallel."""
 
 import json
 import os
@@ -373,7 +373,7 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
     assert done.returncode == 0, done.stderr[-4000:]
     for curve in ("training_loss", "held_out_losses"):
         pipeline, one = (torch.tensor(results(out)[curve])[:, 1] for out in outs)
-        torch.testing.assert_close(pipeline, one, rtol=1e-3, atol=0)
+        torch.testing.assert_close(pipeline, one, rtol=2e-3, atol=0)
     losses = [results(out)["training_loss"][0][1] for out in (*outs, single("scratch"))]
     assert losses[2] not in losses[:2]  # in float32, before the first update
 
