@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from attnres import AttnResConfig, AttnResForCausalLM
@@ -64,6 +65,23 @@ TINY = {
 def backbones() -> ModuleType:
     """The module `tests/conversion/backbones.py`: standard models and family members on every backbone."""
     return _backbones
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`once(name, make)`: the folder of that name, which `make(folder)` fills once for all workers of pytest."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+
+    def folder_of(name: str, make: Callable[[Path], object]) -> Path:
+        folder = tmp_path_factory.getbasetemp().parent / f"{name}-{run}"
+        with FileLock(folder.with_suffix(".lock")):
+            if not folder.exists():
+                unfinished = tmp_path_factory.mktemp(name)
+                make(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")

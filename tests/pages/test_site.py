@@ -3,7 +3,6 @@
 Also tests that the versions named as tested are those of the configuration and the tests.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -16,7 +15,6 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from playwright.sync_api import expect, sync_playwright
 from typer.main import get_command
@@ -37,16 +35,17 @@ class SilentHandler(SimpleHTTPRequestHandler):
         """Log no requests."""
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """Build the site once for all workers of pytest."""
-    folder = tmp_path_factory.getbasetemp().parent / f"site-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+def build(folder: Path) -> None:
+    """Build the site."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    with FileLock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-            assert done.returncode == 0, done.stderr[-4000:]
-    return folder
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def site(once) -> Path:
+    """The folder of the built site."""
+    return once("site", build)
 
 
 @pytest.mark.slow

@@ -300,7 +300,7 @@ def test_skipped_rows_and_files_are_reported_each_time(tokenizer, streaming, cap
 
 @pytest.mark.slow
 def test_the_blocks_of_a_corpus_of_books_hold_every_book(assets):
-    path = assets / "corpora" / "classics" / "train.txt"
+    path = assets / "corpora" / "childrens_books" / "train.txt"
     documents = read_documents(path)
     tokenizer = train_tokenizer(documents[:5], 4096)
     blocks = load(path, tokenizer, 1024, seed=None)

@@ -56,7 +56,7 @@ def folders(assets, tmp_path_factory) -> dict[str, Path]:
         AutoModelForCausalLM.from_config(config).save_pretrained(shared / name)
         tokenizer.save_pretrained(shared / name)
     text = assets / "corpora" / "tinystories" / "valid.txt"
-    return {"source": source, "shared": shared, "text": text} | {name: shared / name for name in models}
+    return {"source": source, "text": text} | {name: shared / name for name in models}
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +72,15 @@ def arguments(folders) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="module")
-def single(folders, arguments) -> Callable[[str], Path]:
+def single(once, arguments) -> Callable[[str], Path]:
     """Return `single(run)`, which gives the folder of a run in one process."""
 
     def out_of(run: str) -> Path:
-        out = folders["shared"] / f"{run}-on-one"
-        if not out.exists():
-            done = forks.run("-m", "attnres_cli", "train", *arguments(run, out), timeout=300)
+        def train(folder: Path) -> None:
+            done = forks.run("-m", "attnres_cli", "train", *arguments(run, folder / "out"), timeout=300)
             assert done.returncode == 0, done.stderr[-4000:]
-        return out
+
+        return once(f"{run}-on-one", train) / "out"
 
     return out_of
 
@@ -217,33 +217,34 @@ def test_several_processes_give_the_run_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distributed", [(), ("distributed={fsdp_size: 2}",)], ids=["whole", "divided"])
-def test_a_run_of_two_processes_resumes_bit_for_bit_after_a_kill_and_after_a_signal(
-    distributed, single, arguments, tmp_path
-):
-    outs = [tmp_path / name for name in ("stopped", "expected")]
-    done = run_in_forks(arguments("scratch", outs[1], *distributed))
+@pytest.mark.parametrize(
+    ("distributed", "stop"),
+    [((), "a signal"), (("distributed={fsdp_size: 2}",), "a kill")],
+    ids=["whole, a signal", "divided, a kill"],
+)
+def test_a_run_of_two_processes_that_is_stopped_resumes_bit_for_bit(distributed, stop, single, arguments, tmp_path):
+    stopped, expected = tmp_path / "stopped", tmp_path / "expected"
+    done = run_in_forks(arguments("scratch", expected, *distributed))
     assert done.returncode == 0, done.stderr[-4000:]
-    assert_same_run(outs[1], single("scratch"))
+    assert_same_run(expected, single("scratch"))
 
-    command = arguments("scratch", outs[0], *distributed)
+    command = arguments("scratch", stopped, *distributed)
     process = launch(command)
-    wait_for(outs[0] / "checkpoint-3", process)
-    kill(process)
-    process.communicate()
-    assert not (outs[0] / "results.json").exists()
+    if stop == "a kill":
+        wait_for(stopped / "checkpoint-3", process)
+        kill(process)
+        process.communicate()
+    else:
+        while not (line := process.stdout.readline()).startswith("step 4:"):
+            assert line
+        second = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
+        second.send_signal(signal.SIGTERM)  # to one of them
+        output, _ = finish(process, code=143)
+        assert "The same command resumes from there." in output
+    assert not (stopped / "results.json").exists()
 
-    process = launch(command)
-    while not (line := process.stdout.readline()).startswith("step 4:"):
-        assert line
-    second = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
-    second.send_signal(signal.SIGTERM)  # to one of them
-    output, _ = finish(process, code=143)
-    assert "The same command resumes from there." in output
-
-    output, _ = finish(launch(command))
-    assert "Resuming from" in output
-    assert_same_run(*outs, tolerance=0)
+    assert "Resuming from" in run_to_the_end(command)
+    assert_same_run(stopped, expected, tolerance=0)
 
 
 def assert_same_checkpoint(found: Path, expected: Path) -> None:

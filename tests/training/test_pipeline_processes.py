@@ -11,13 +11,16 @@ from .pipeline_session import CASES, LENGTH, LLAMA
 TOLERANCE = 1e-5  # relative, in float32
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> dict:
-    """Return the results of `pipeline_session.py`, in four processes."""
-    session, folder = Path(__file__).with_name("pipeline_session.py"), tmp_path_factory.mktemp("pipeline")
-    done = forks.launch(session, folder, processes=4, timeout=600)
+def train(folder: Path) -> None:
+    """Run `pipeline_session.py` in four processes."""
+    done = forks.launch(Path(__file__).with_name("pipeline_session.py"), folder, processes=4, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trained(once) -> dict:
+    """Return the results of `pipeline_session.py`, in four processes."""
+    return json.loads((once("pipeline", train) / "results.json").read_text())
 
 
 def assert_same_as_one_process(result: dict) -> None:

@@ -66,17 +66,20 @@ def make_model(name: str) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, Any]:
-    """The results of `sequence_parallel_session.py` in four processes."""
-    folder = tmp_path_factory.mktemp("sequence-parallel")
+def compare(folder: Path) -> None:
+    """Run `sequence_parallel_session.py` in four processes."""
     for name in MODELS:
         make_model(name).save_pretrained(folder / name, save_original_format=False)
     session = Path(__file__).with_name("sequence_parallel_session.py")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = forks.launch(session, folder, processes=PROCESSES, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def results(once) -> dict[str, Any]:
+    """The results of `sequence_parallel_session.py` in four processes."""
+    return json.loads((once("sequence-parallel", compare) / "results.json").read_text())
 
 
 @pytest.mark.slow
