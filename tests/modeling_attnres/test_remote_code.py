@@ -7,6 +7,7 @@ Three processes act as users (`remote_session.py`, `hub_session.py`, `mixed_sess
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,13 @@ def ids() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory, tiny_model, ids) -> Path:
+def models(once, tiny_model, ids) -> Path:
     """Save good and bad models, and return their folder."""
-    folder = tmp_path_factory.mktemp("models")
+    return once("remote-code-models", lambda folder: save_models(folder, tiny_model, ids))
+
+
+def save_models(folder: Path, tiny_model: Callable[..., AttnResForCausalLM], ids: torch.Tensor) -> None:
+    """Save good and bad models, and token ids for them."""
     torch.save(ids, folder / "ids.pt")
     model = tiny_model(attn_res_block_size=3)
     model.save_pretrained(folder / "causal", max_shard_size="40KB")
@@ -65,14 +70,13 @@ def models(tmp_path_factory, tiny_model, ids) -> Path:
     shutil.copytree(folder / "whole", folder / "bad-config")
     fields = json.loads((folder / "whole" / "config.json").read_text())
     (folder / "bad-config" / "config.json").write_text(json.dumps(fields | {"attn_res_block_size": 0}))
-    return folder
 
 
 @pytest.fixture(scope="module")
-def remote(models, run) -> dict:
+def remote(once, models, run) -> dict:
     """Return the results of a process without `attnres`."""
-    run("remote_session.py", models, models / "remote.pt")
-    return torch.load(models / "remote.pt")
+    folder = once("remote-code", lambda folder: run("remote_session.py", models, folder / "seen.pt"))
+    return torch.load(folder / "seen.pt")
 
 
 @pytest.fixture(scope="module")
@@ -194,10 +198,11 @@ def test_the_code_files_of_a_second_save_equal_those_of_the_first(remote, models
 
 
 @pytest.fixture(scope="module")
-def mixed(models, run) -> dict:
+def mixed(once, models, run) -> dict:
     """Return the results of a process that loaded remote code first and then imported `attnres`."""
-    run("mixed_session.py", models, models / "mixed.pt", with_attnres=True)
-    return torch.load(models / "mixed.pt")
+    session = ("mixed_session.py", models)
+    folder = once("remote-code-mixed", lambda folder: run(*session, folder / "seen.pt", with_attnres=True))
+    return torch.load(folder / "seen.pt")
 
 
 def test_remote_code_finds_the_installed_implementations(mixed):
@@ -216,21 +221,27 @@ def test_remote_code_and_the_installed_package_save_models_that_load(mixed, mode
 
 
 @pytest.fixture(scope="module")
-def revisions(tmp_path_factory, tiny_model) -> Path:
+def revisions(once, tiny_model) -> Path:
     """Save the revisions `main` and `v1` of the repository `lab/model`, and return their folder."""
-    folder = tmp_path_factory.mktemp("hub") / "lab" / "model"
-    tiny_model(seed=0, attn_res_block_size=3).save_pretrained(folder / "main", max_shard_size="40KB")
-    tiny_model(seed=1, attn_res_block_size=2).save_pretrained(folder / "v1", max_shard_size="40KB")
-    return folder
+
+    def save(folder: Path) -> None:
+        for seed, (revision, size) in enumerate({"main": 3, "v1": 2}.items()):
+            model = tiny_model(seed=seed, attn_res_block_size=size)
+            model.save_pretrained(folder / "lab" / "model" / revision, max_shard_size="40KB")
+
+    return once("remote-code-hub", save) / "lab" / "model"
 
 
 @pytest.fixture(scope="module")
-def from_hub(revisions, models, run) -> tuple[dict, Path]:
+def from_hub(once, revisions, models, run) -> tuple[dict, Path]:
     """Return the results of a process without `attnres` on the Hub, and the folder of its save of revision `v1`."""
-    out = models / "from-hub"
-    with Hub.running(revisions.parents[1]) as hub:
-        run("hub_session.py", models / "ids.pt", out, **hub.environ())
-    return torch.load(f"{out}.pt"), out
+
+    def ask(folder: Path) -> None:
+        with Hub.running(revisions.parents[1]) as hub:
+            run("hub_session.py", models / "ids.pt", folder / "saved", **hub.environ())
+
+    folder = once("remote-code-from-hub", ask)
+    return torch.load(folder / "saved.pt"), folder / "saved"
 
 
 @pytest.mark.parametrize(
