@@ -13,10 +13,11 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from attnres import ResidualConfig
 from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
-from attnres.conversion.checkpoint import broken_index, find, show_bytes
+from attnres.conversion.checkpoint import broken_index, find
 from attnres.conversion.convert import write
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
 from attnres.conversion.plan import Plan
+from attnres.conversion.shards import show_bytes
 from attnres.conversion.side_files import TOKENIZER_FILES
 from attnres.conversion.source import ConversionSource, open_source
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory

@@ -1,25 +1,18 @@
 """Read a checkpoint directory as a table of tensors: name, dtype, shape, file and place in the file.
 
-No weight is loaded. Weights are read only to copy them to another file, in pieces of `CHUNK` bytes. Each piece is
-checked for NaN on the way.
+No weight is loaded.
 """
 
-import errno
 import json
 import os
-import shutil
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import httpx
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
@@ -28,56 +21,11 @@ from attnres.saving_attnres import complete_save
 from attnres.utils.hub import check_path
 
 from .pickles import read_pickle, read_pickle_shapes
+from .shards import DTYPES, Entry, Shard, check_space, explain_writing, read_pieces, read_shard
 from .side_files import RECORD, SIDE_FILES
 from .source_files import check_file, check_text, read_object
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
-CHUNK = 2**20  # bytes; a piece of this size stays in the processor's cache between reading, checking and writing
-# Names of dtypes in safetensors files.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor in a file: its bytes are `file[start:end]`, and `dtype` is a name of safetensors such as `"BF16"`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One safetensors file. `entries` are in the order of their bytes, and the first begins at `data_start`.
-
-    If it was rewritten from another file in a scratch directory, `original` is that file, which messages name.
-    """
-
-    path: Path
-    entries: tuple[Entry, ...]
-    data_start: int
-    metadata: dict[str, str]
-    original: Path | None = None
-
-    @property
-    def source(self) -> Path:
-        """The file of the user that holds these tensors."""
-        return self.original or self.path
 
 
 @dataclass(frozen=True)
@@ -289,47 +237,6 @@ def make_checkpoint(
     return Checkpoint(folder, tuple(shards), {name: by_file[file] for name, file in weight_map.items()}, is_temporary)
 
 
-def read_shard(path: Path) -> Shard:
-    """Read the header of a safetensors file.
-
-    Raises:
-        SafetensorError: The file is truncated or damaged.
-    """
-    # Opening checks the header against the limits of the format and the length of the file.
-    with safe_open(path, framework="pt"):
-        pass
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    data_start = 8 + length
-    metadata = header.pop("__metadata__", None) or {}
-    entries = [
-        Entry(name, info["dtype"], tuple(info["shape"]), *(data_start + offset for offset in info["data_offsets"]))
-        for name, info in header.items()
-    ]
-    return Shard(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.end))), data_start, metadata)
-
-
-@contextmanager
-def explain_writing(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of a full disk, which do not name it.
-
-    Args:
-        path: The file that the block writes.
-
-    Raises:
-        OSError: The file cannot be written. The message names it.
-    """
-    try:
-        yield
-    except SafetensorError as error:  # `save_file` raises it in place of an `OSError`
-        raise OSError(f"{path} cannot be written: {error}") from error
-    except OSError as error:
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-
-
 def same_bytes(checkpoint: Checkpoint, a: str, b: str) -> bool:
     """Return whether the tensors named `a` and `b` of a checkpoint have the same dtype, shape and bytes."""
     paths = [checkpoint.where[name].path for name in (a, b)]
@@ -337,72 +244,8 @@ def same_bytes(checkpoint: Checkpoint, a: str, b: str) -> bool:
     if (entries[0].dtype, entries[0].shape) != (entries[1].dtype, entries[1].shape):
         return False
     with paths[0].open("rb") as one, paths[1].open("rb") as other:
-        return all(x == y for x, y in zip(_read(one, entries[0], paths[0]), _read(other, entries[1], paths[1])))
-
-
-def copy_shard(
-    shard: Shard,
-    target: Path | None,
-    *,
-    dropped: Collection[str] = (),
-    unused: Collection[str] = (),
-    rename: Callable[[str], str] = str,
-    on_bytes: Callable[[int], None] = lambda n: None,
-    check: Callable[[torch.Tensor, Entry, Path], None] | None = None,
-) -> None:
-    """Copy a shard byte for byte, and check its values on the way.
-
-    Args:
-        shard: The header of the file.
-        target: The file to write; None to check the values only.
-        dropped: The names of tensors to leave out.
-        unused: The names of tensors that the model does not use. They may hold NaN.
-        rename: Returns the name that a tensor gets in the target. By default it keeps its name.
-        on_bytes: A function that gets the number of bytes of each piece.
-        check: A function that checks a piece of a tensor of integers: uint8, the tensor's entry, and the file that a
-            message names.
-
-    Raises:
-        ValueError: A tensor holds NaN or infinite values, or `check` raises it.
-        OSError: The shard ends early, or the target cannot be written.
-    """
-    kept = [entry for entry in shard.entries if entry.name not in dropped]
-    keeps_header = len(kept) == len(shard.entries) and all(rename(entry.name) == entry.name for entry in kept)
-    path = target or Path(os.devnull)
-    with open(shard.path, "rb") as source, explain_writing(path), path.open("wb") as sink:
-        if keeps_header:
-            sink.write(source.read(shard.data_start))
-        else:
-            _write_header(sink, kept, shard.metadata, rename)
-        for entry in kept:
-            for chunk in _read(source, entry, shard.source):
-                if entry.name not in unused:
-                    _check_finite(chunk, entry, shard.source)
-                    if check is not None and not _is_float(entry):
-                        check(torch.frombuffer(chunk, dtype=torch.uint8), entry, shard.source)
-                sink.write(chunk)
-                on_bytes(len(chunk))
-
-
-def show_bytes(number: int) -> str:
-    """Return a number of bytes for people to read, such as `1.5 GB`."""
-    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raise if a file system has too little free space.
-
-    Args:
-        folder: A directory in the file system. The message names the directory above it.
-        needed: The number of bytes.
-
-    Raises:
-        OSError: Fewer bytes are free.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        message = f"not enough space in {folder.parent}: {show_bytes(needed)} are needed, {show_bytes(free)} are free."
-        raise OSError(message)
+        pieces = map(read_pieces, (one, other), entries, paths)
+        return all(x == y for x, y in zip(*pieces))
 
 
 def _check_named(folder: Path, taken: str) -> None:
@@ -458,69 +301,14 @@ def broken_index(folder: Path) -> Path | None:
     return None
 
 
-def _read(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor piece by piece, each in the same buffer."""
-    buffer = memoryview(bytearray(min(CHUNK, entry.end - entry.start)))
-    source.seek(entry.start)
-    left = entry.end - entry.start
-    while left:
-        chunk = buffer[: min(CHUNK, left)]
-        if source.readinto(chunk) < len(chunk):
-            raise OSError(f"{path} ends within `{entry.name}`. Copy it again.")
-        left -= len(chunk)
-        yield chunk
-
-
-def _write_header(sink: BinaryIO, entries: list[Entry], metadata: dict[str, str], rename: Callable[[str], str]) -> None:
-    """Write the header of a safetensors file that holds these tensors one after the other, in the library's form."""
-    header, offset = {"__metadata__": metadata} if metadata else {}, 0
-    for entry in entries:
-        size = entry.end - entry.start
-        header[rename(entry.name)] = {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # the data of the format begins at a multiple of 8
-    sink.write(len(text).to_bytes(8, "little") + text)
-
-
-def _is_float(entry: Entry) -> bool:
-    dtype = DTYPES.get(entry.dtype)
-    return dtype is not None and dtype.is_floating_point
-
-
-def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
-    if not _is_float(entry):
-        return
-    dtype = DTYPES[entry.dtype]
-    values = torch.frombuffer(chunk, dtype=dtype)
-    if dtype.itemsize == 1:  # `aminmax` does not support 8-bit floats
-        values = values.float()
-    # Both results are NaN if any value is. `aminmax` takes one pass over the values, `isfinite().all()` two.
-    low, high = values.aminmax()
-    if not (torch.isfinite(low) and torch.isfinite(high)):
-        raise ValueError(f"`{entry.name}` in {path} holds NaN or infinite values. Use an earlier checkpoint.")
-
-
 __all__ = [
-    "DTYPES",
     "NAMED_WEIGHTS",
     "Checkpoint",
-    "Entry",
-    "Shard",
     "broken_index",
-    "check_space",
-    "copy_shard",
-    "explain_writing",
     "find",
     "lacks_metadata",
     "make_checkpoint",
     "open_checkpoint",
     "read_headers",
-    "read_shard",
     "same_bytes",
-    "show_bytes",
 ]

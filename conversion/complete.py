@@ -22,7 +22,8 @@ from attnres.residual_attnres import residual_tensors
 from attnres.utils.quiet import quiet_transformers
 
 from . import kimi_k3
-from .checkpoint import DTYPES, NAMED_WEIGHTS, Checkpoint, same_bytes
+from .checkpoint import NAMED_WEIGHTS, Checkpoint, same_bytes
+from .shards import DTYPES
 from .sizes import check_sizes
 from .source_code import PIPELINES
 from .source_files import check_text, read_object

@@ -24,10 +24,11 @@ from attnres.attention_gate_attnres import gate_tensors
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 
 from .attention_gate import differs_from_ungated, is_gated
-from .checkpoint import DTYPES, Checkpoint, check_space, copy_shard, explain_writing
+from .checkpoint import Checkpoint
 from .complete import complete_model, explain_config, has_head
 from .family import DEFAULT_CONNECTION, added_tensors, backbone_config, retrofit_config, start_added
 from .plan import Plan
+from .shards import DTYPES, check_space, copy_shard, explain_writing
 from .side_files import copy_side_files
 from .source import ConversionSource
 

@@ -22,10 +22,11 @@ from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.decoder_attnres import auto_map
 from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
 
-from .checkpoint import Entry, lacks_metadata, open_checkpoint
+from .checkpoint import lacks_metadata, open_checkpoint
 from .complete import complete_model, has_head
 from .kimi_k3 import count_parameters, describe_layout, is_packed, model_class
 from .plan import Plan
+from .shards import Entry
 from .side_files import RECORD
 from .source import ConversionSource
 from .source_code import AUTO_MAP, code_fields, references

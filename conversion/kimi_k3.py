@@ -23,7 +23,8 @@ from attnres.kimi_k3_configuration_attnres import COMPOSITE
 from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, released_shapes
 from attnres.residual_attnres import FamilyWarning
 
-from .checkpoint import DTYPES, Checkpoint, Entry
+from .checkpoint import Checkpoint
+from .shards import DTYPES, Entry
 from .source_files import read_object
 
 _PACKED, _SCALE = "_packed", "_scale"

@@ -20,7 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from attnres import ResidualConfig
 from attnres.decoder_attnres import auto_map
 
-from .checkpoint import Checkpoint, Entry
+from .checkpoint import Checkpoint
+from .shards import Entry
 
 ADDED_SHARD = "model-residual.safetensors"
 
@@ -112,7 +113,7 @@ class Plan:
                     )
 
     def check_integers(self, values: Tensor, entry: Entry, path: Path) -> None:
-        """Check a piece of a tensor of integers, which [`attnres.conversion.checkpoint.copy_shard`] copies.
+        """Check a piece of a tensor of integers, which [`attnres.conversion.shards.copy_shard`] copies.
 
         Args:
             values: The bytes of the piece, uint8.

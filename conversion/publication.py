@@ -19,10 +19,11 @@ from attnres.utils.wording import counted
 
 from . import kimi_k3
 from .cards import CARD, CardSubject, complete, new_card, read_card
-from .checkpoint import DTYPES, Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .complete import complete_model, read_config
 from .published_names import side_files, vocabularies
 from .secret_scan import find_secrets
+from .shards import DTYPES
 from .side_files import TOKENIZER_FILES
 from .source import unpublished_model
 from .source_code import AUTO_MAP, code_fields, module_of, references, with_imports

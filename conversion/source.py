@@ -15,10 +15,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from attnres import BACKBONES, ResidualConfig
 
-from .checkpoint import Checkpoint, check_space, explain_writing, make_checkpoint, open_checkpoint, read_shard
+from .checkpoint import Checkpoint, make_checkpoint, open_checkpoint
 from .complete import empty_model, explain_config, read_config
 from .family import member_config
 from .kimi_k3 import is_released
+from .shards import check_space, explain_writing, read_shard
 
 
 @dataclass(frozen=True)

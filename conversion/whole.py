@@ -24,9 +24,10 @@ from attnres.residual_attnres import residual_tensors
 from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted
 
-from .checkpoint import DTYPES, Checkpoint, find, read_headers, show_bytes
+from .checkpoint import Checkpoint, find, read_headers
 from .complete import explain_config, loading_report
 from .kimi_k3 import check_kimi_k3
+from .shards import DTYPES, show_bytes
 from .sizes import check_sizes
 
 # A model may have `_MAX_RATIO` values for each value in the files, or `_ALWAYS_ALLOWED` in total. New residual

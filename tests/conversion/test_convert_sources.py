@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from attnres.conversion.checkpoint import show_bytes
+from attnres.conversion.shards import show_bytes
 from attnres.conversion.verify import FunctionComparison
 
 from .checkpoints import INDEX, change_json, convert, convert_well, logits_of, save_tokenizer

@@ -1,0 +1,239 @@
+"""One safetensors file: read the table of its tensors, and copy it byte for byte.
+
+Weights are read only to copy them, in pieces of `CHUNK` bytes. Each piece is checked for NaN on the way.
+"""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+CHUNK = 2**20  # bytes; a piece of this size stays in the processor's cache between reading, checking and writing
+# Names of dtypes in safetensors files.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a file: its bytes are `file[start:end]`, and `dtype` is a name of safetensors such as `"BF16"`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file. `entries` are in the order of their bytes, and the first begins at `data_start`.
+
+    If it was rewritten from another file in a scratch directory, `original` is that file, which messages name.
+    """
+
+    path: Path
+    entries: tuple[Entry, ...]
+    data_start: int
+    metadata: dict[str, str]
+    original: Path | None = None
+
+    @property
+    def source(self) -> Path:
+        """The file of the user that holds these tensors."""
+        return self.original or self.path
+
+
+def read_shard(path: Path) -> Shard:
+    """Read the header of a safetensors file.
+
+    Raises:
+        SafetensorError: The file is truncated or damaged.
+    """
+    # Opening checks the header against the limits of the format and the length of the file.
+    with safe_open(path, framework="pt"):
+        pass
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    data_start = 8 + length
+    metadata = header.pop("__metadata__", None) or {}
+    entries = [
+        Entry(name, info["dtype"], tuple(info["shape"]), *(data_start + offset for offset in info["data_offsets"]))
+        for name, info in header.items()
+    ]
+    return Shard(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.end))), data_start, metadata)
+
+
+def copy_shard(
+    shard: Shard,
+    target: Path | None,
+    *,
+    dropped: Collection[str] = (),
+    unused: Collection[str] = (),
+    rename: Callable[[str], str] = str,
+    on_bytes: Callable[[int], None] = lambda n: None,
+    check: Callable[[torch.Tensor, Entry, Path], None] | None = None,
+) -> None:
+    """Copy a shard byte for byte, and check its values on the way.
+
+    Args:
+        shard: The header of the file.
+        target: The file to write; None to check the values only.
+        dropped: The names of tensors to leave out.
+        unused: The names of tensors that the model does not use. They may hold NaN.
+        rename: Returns the name that a tensor gets in the target. By default it keeps its name.
+        on_bytes: A function that gets the number of bytes of each piece.
+        check: A function that checks a piece of a tensor of integers: uint8, the tensor's entry, and the file that a
+            message names.
+
+    Raises:
+        ValueError: A tensor holds NaN or infinite values, or `check` raises it.
+        OSError: The shard ends early, or the target cannot be written.
+    """
+    kept = [entry for entry in shard.entries if entry.name not in dropped]
+    keeps_header = len(kept) == len(shard.entries) and all(rename(entry.name) == entry.name for entry in kept)
+    path = target or Path(os.devnull)
+    with open(shard.path, "rb") as source, explain_writing(path), path.open("wb") as sink:
+        if keeps_header:
+            sink.write(source.read(shard.data_start))
+        else:
+            _write_header(sink, kept, shard.metadata, rename)
+        for entry in kept:
+            for chunk in read_pieces(source, entry, shard.source):
+                if entry.name not in unused:
+                    _check_finite(chunk, entry, shard.source)
+                    if check is not None and not _is_float(entry):
+                        check(torch.frombuffer(chunk, dtype=torch.uint8), entry, shard.source)
+                sink.write(chunk)
+                on_bytes(len(chunk))
+
+
+@contextmanager
+def explain_writing(path: Path) -> Iterator[None]:
+    """Add the file's name to errors of a full disk, which do not name it.
+
+    Args:
+        path: The file that the block writes.
+
+    Raises:
+        OSError: The file cannot be written. The message names it.
+    """
+    try:
+        yield
+    except SafetensorError as error:  # `save_file` raises it in place of an `OSError`
+        raise OSError(f"{path} cannot be written: {error}") from error
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def show_bytes(number: int) -> str:
+    """Return a number of bytes for people to read, such as `1.5 GB`."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise if a file system has too little free space.
+
+    Args:
+        folder: A directory in the file system. The message names the directory above it.
+        needed: The number of bytes.
+
+    Raises:
+        OSError: Fewer bytes are free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        message = f"not enough space in {folder.parent}: {show_bytes(needed)} are needed, {show_bytes(free)} are free."
+        raise OSError(message)
+
+
+def read_pieces(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor piece by piece, each in the same buffer.
+
+    Args:
+        source: The open file.
+        entry: The tensor.
+        path: The file that a message names.
+
+    Raises:
+        OSError: The file ends within the tensor.
+    """
+    buffer = memoryview(bytearray(min(CHUNK, entry.end - entry.start)))
+    source.seek(entry.start)
+    left = entry.end - entry.start
+    while left:
+        chunk = buffer[: min(CHUNK, left)]
+        if source.readinto(chunk) < len(chunk):
+            raise OSError(f"{path} ends within `{entry.name}`. Copy it again.")
+        left -= len(chunk)
+        yield chunk
+
+
+def _write_header(sink: BinaryIO, entries: list[Entry], metadata: dict[str, str], rename: Callable[[str], str]) -> None:
+    """Write the header of a safetensors file that holds these tensors one after the other, in the library's form."""
+    header, offset = {"__metadata__": metadata} if metadata else {}, 0
+    for entry in entries:
+        size = entry.end - entry.start
+        header[rename(entry.name)] = {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data of the format begins at a multiple of 8
+    sink.write(len(text).to_bytes(8, "little") + text)
+
+
+def _is_float(entry: Entry) -> bool:
+    dtype = DTYPES.get(entry.dtype)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
+    if not _is_float(entry):
+        return
+    dtype = DTYPES[entry.dtype]
+    values = torch.frombuffer(chunk, dtype=dtype)
+    if dtype.itemsize == 1:  # `aminmax` does not support 8-bit floats
+        values = values.float()
+    # Both results are NaN if any value is. `aminmax` takes one pass over the values, `isfinite().all()` two.
+    low, high = values.aminmax()
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        raise ValueError(f"`{entry.name}` in {path} holds NaN or infinite values. Use an earlier checkpoint.")
+
+
+__all__ = [
+    "DTYPES",
+    "Entry",
+    "Shard",
+    "check_space",
+    "copy_shard",
+    "explain_writing",
+    "read_pieces",
+    "read_shard",
+    "show_bytes",
+]
