@@ -27,6 +27,7 @@ class BenchPart(StrEnum):
     kimi_k3 = "kimi_k3"
     memory = "memory"
     prefill = "prefill"
+    host = "host"
     imports = "imports"
     scaling = "scaling"
 
