@@ -5,14 +5,13 @@ it from the query and the sources instead; the two are equal up to rounding.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class BackwardRequest:
+class BackwardRequest(NamedTuple):
     """The inputs of one backward pass, and the gradients that are needed.
 
     Args:
@@ -86,7 +85,7 @@ def differentiable(
                 grad, grad_weights, later_grads, query, sources, saved, ctx.eps, ctx.is_sum, needs_query, needs_sources
             )
             is_differentiated = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            grad_query, grad_sources = (_differentiable_backward if is_differentiated else backward)(request)
+            grad_query, grad_sources = (differentiable_backward if is_differentiated else backward)(request)
             return grad_query, None, None, None, *grad_sources
 
     def run(
@@ -124,7 +123,7 @@ def depth_attention_in_operations(
     return (result * len(sources) if is_sum else result).to(sources[0].dtype), weights
 
 
-def _differentiable_backward(request: BackwardRequest) -> Gradients:
+def differentiable_backward(request: BackwardRequest) -> Gradients:
     """Compute the gradients by operations that can be differentiated in turn."""
     # One source may have been computed from another. Views keep the gradient to what flows through this read.
     leaves = [tensor.view_as(tensor) for tensor in (request.query, *request.sources)]
@@ -143,4 +142,11 @@ def add_later_grad(grad: Tensor | None, later: Tensor | None) -> Tensor | None:
     return grad if later is None or grad is None else grad + later
 
 
-__all__ = ["BackwardRequest", "Gradients", "add_later_grad", "depth_attention_in_operations", "differentiable"]
+__all__ = [
+    "BackwardRequest",
+    "Gradients",
+    "add_later_grad",
+    "depth_attention_in_operations",
+    "differentiable",
+    "differentiable_backward",
+]

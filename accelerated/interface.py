@@ -29,12 +29,15 @@ class Implementation:
             `None` if it can. The first call may take seconds, because it compiles and tries the kernels.
         pays: `(query, sources) -> bool`, whether these sizes are worth the time to load it. `auto` calls `pays` first.
         inference_plan: `(reads) -> InferencePlan | None`, a plan for a pass without gradients; see `make_plan`.
+        direct: `(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads) -> (h, a, sources) | None`, a path
+            with fewer checks for the most common tensors, from `w` and `g` themselves; `None` for all other tensors.
     """
 
     run: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]
     supports: Callable[[Tensor, Sequence[Tensor]], str | None]
     pays: Callable[[Tensor, Sequence[Tensor]], bool]
     inference_plan: Callable[[Sequence[tuple]], Any] | None = None
+    direct: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]] | None] | None = None
 
 
 __all__ = ["INTERFACE", "Implementation"]

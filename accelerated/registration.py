@@ -30,6 +30,8 @@ def register(interface: MutableMapping, implementations: Mapping[str, Implementa
                 return candidate.run(query, sources, eps, is_sum, fuse_later_grads)
         return eager(query, sources, eps, is_sum)
 
+    # Models look for this attribute of the function that they call; those of an earlier version do not.
+    auto.direct = next((candidate.direct for candidate in candidates if candidate.direct is not None), None)
     for name, implementation in implementations.items():
         interface.register(name, _by_name(name, implementation))
     interface.register("auto", auto)
@@ -46,6 +48,7 @@ def _by_name(name: str, implementation: Implementation) -> Any:
             raise ValueError(f"the depth attention {name!r} cannot run here: {reason}. Choose 'auto' or 'eager'.")
         return implementation.run(query, sources, eps, is_sum, fuse_later_grads)
 
+    run.direct = implementation.direct
     return run
 
 

@@ -102,7 +102,7 @@ def load() -> tuple[dict[str, Peer], dict[str, str]]:
 
 
 def ways(functions: dict[str, Peer], n: int, dtype: torch.dtype, name: str) -> Ways:
-    """Return one way per function to run a pass, forward or forward and backward, over n sources that need gradients."""
+    """Return one way per function to run a pass over n sources that need gradients."""
     inputs = Inputs(n, WIDTH, TOKENS, dtype, "cpu")
     if name == "forward":
         return {name: partial(inputs.call, function) for name, function in functions.items()}

@@ -81,20 +81,30 @@ def attend(
     Raises:
         ValueError: the query has another width; the implementation is unknown or cannot run here.
     """
+    try:
+        function = DEPTH_ATTENTION[implementation]
+    except KeyError:
+        known = ", ".join(DEPTH_ATTENTION)
+        raise ValueError(
+            f"{implementation!r} is not an implementation of depth attention: use one of {known}."
+        ) from None
+    # `attnres.accelerated` adds this attribute: a path with fewer checks, which takes only the most common tensors.
+    direct = getattr(function, "direct", None)
+    if direct is not None and key_norm_weight is not None:
+        attended = direct(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads)
+        if attended is not None:
+            return attended
     if any(source.shape != sources[0].shape for source in sources):
         sources = torch.broadcast_tensors(*sources)
     width = sources[0].shape[-1]
     if query.numel() != width:
         raise ValueError(f"the sources have width {width}, but the pseudo-query has {query.numel()} (`hidden_size`).")
-    if implementation not in DEPTH_ATTENTION:
-        known = ", ".join(DEPTH_ATTENTION)
-        raise ValueError(f"{implementation!r} is not an implementation of depth attention: use one of {known}.")
     dtype, stat_dtype = dtypes_of(sources)
     query = query.flatten().to(stat_dtype)
     if key_norm_weight is not None:
         # (w . (g * k)) = ((w * g) . k): the norm's weight never touches a source.
         query = query * key_norm_weight.to(stat_dtype)
-    result, weights, sources = DEPTH_ATTENTION[implementation](query, sources, eps, is_sum, fuse_later_grads)
+    result, weights, sources = function(query, sources, eps, is_sum, fuse_later_grads)
     return result.to(dtype), weights, sources
 
 

@@ -1,7 +1,7 @@
 """Depth attention on a GPU: our Triton kernels, and the operation of flash-linear-attention, behind one interface."""
 
 from ..interface import Implementation
-from . import flash_linear_attention, implementation
+from . import direct, flash_linear_attention, implementation
 from .implementation import kernels_available
 from .launch import phase_one, read_fused
 
@@ -11,6 +11,7 @@ IMPLEMENTATIONS = {
         supports=implementation.supports,
         pays=implementation.pays,
         inference_plan=implementation.inference_plan,
+        direct=direct.attend,
     ),
     "fla": Implementation(
         run=flash_linear_attention.run,

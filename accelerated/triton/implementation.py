@@ -92,7 +92,7 @@ def _backward(request: BackwardRequest) -> Gradients:
     partial, grads = launch.backward(
         packed(request.grad),
         None if request.grad_weights is None else packed(request.grad_weights),
-        _all_or_none(request.later_grads),
+        all_or_none(request.later_grads),
         packed(request.query),
         [packed(source) for source in request.sources],
         *request.saved,
@@ -103,8 +103,8 @@ def _backward(request: BackwardRequest) -> Gradients:
     return partial.sum(0) if request.needs_query else None, grad_sources
 
 
-def _all_or_none(grads: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the gradients, with zeros for each that is missing, or an empty list if all are missing."""
+def all_or_none(grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the gradients, packed, with zeros for each that is missing, or an empty list if all are missing."""
     present = [grad for grad in grads if grad is not None]
     if len(present) == len(grads) or not present:
         return [packed(grad) for grad in present]
@@ -135,4 +135,4 @@ def inference_plan(reads: Sequence[Read]) -> InferencePlan | None:
     return make_plan(GpuPlan, "cuda", reads) if kernels_available(first.device, first.shape[-1]) else None
 
 
-__all__ = ["inference_plan", "kernels_available", "pays", "run", "supports", "why_not_on"]
+__all__ = ["all_or_none", "inference_plan", "kernels_available", "pays", "run", "supports", "why_not_on"]

@@ -167,7 +167,7 @@ def _require_rows(query: Tensor, sources: Sequence[Tensor]) -> torch.Size:
     return shape
 
 
-def _tile(width: int) -> dict[str, int]:
+def tile_of(width: int) -> dict[str, int]:
     """Return a tile's numbers of tokens and columns, which are powers of two, and its number of warps."""
     columns = _power_of_two(width)
     tokens = max(1, min(32, _TILE // columns))
@@ -186,15 +186,26 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def padded_number(number: int) -> int:
+    """Return how many pointers a kernel takes for a number of tensors: 1, 2, 4, 8, 16, 24, ..., so that few suffice."""
+    return _power_of_two(number) if number <= _CHUNK else _CHUNK * _cdiv(number, _CHUNK)
+
+
 def _pointers(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the tensors, padded by the first one to 1, 2, 4, 8, 16, 24, ... tensors, so that few kernels suffice."""
-    number = len(tensors)
-    padded = _power_of_two(number) if number <= _CHUNK else _CHUNK * _cdiv(number, _CHUNK)
-    return (*tensors, *[tensors[0]] * (padded - number))
+    """Return the tensors, padded by the first one."""
+    return (*tensors, *[tensors[0]] * (padded_number(len(tensors)) - len(tensors)))
 
 
-def _sizes(pointers: tuple[Tensor, ...], width: int) -> dict[str, int]:
-    return {"N": len(pointers), "CHUNK": min(_CHUNK, len(pointers)), "WIDTH": width}
+def sizes(pointers: int, width: int) -> dict[str, int]:
+    """Return the constants of a kernel that depend on the number of pointers and the width."""
+    return {"N": pointers, "CHUNK": min(_CHUNK, pointers), "WIDTH": width}
+
+
+def backward_programs(tokens: int, width: int) -> int:
+    """Return the number of programs of the backward kernel. Each sums a part of the query's gradient."""
+    tiles = _cdiv(tokens, tile_of(width)["TOKENS"])
+    tiles_per_program = max(1, _cdiv(tiles, _PROGRAMS))
+    return max(1, _cdiv(tiles, tiles_per_program))
 
 
 def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -224,13 +235,13 @@ def forward(
     outputs = result, *statistics = _forward_outputs(query, sources, eps, is_sum)
     count, width, pointers = len(sources), query.numel(), _pointers(sources)
     _require(query.device, ([result], shape, result.dtype), (statistics, (count, *shape[:-1]), torch.float32))
-    tokens, tile = result.numel() // width, _tile(width)
+    tokens, tile = result.numel() // width, tile_of(width)
     if tokens:
         with torch.cuda.device_of(query):
             kernels().forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
                 pointers, query, None, None, None, None, *outputs,
                 tokens, count, float(count if is_sum else 1), eps, 0.0,
-                HAS_PHASE=False, HAS_NORM=False, KEEPS_STATISTICS=True, **_sizes(pointers, width), **tile,
+                HAS_PHASE=False, HAS_NORM=False, KEEPS_STATISTICS=True, **sizes(len(pointers), width), **tile,
             )  # fmt: skip
     return outputs
 
@@ -239,9 +250,7 @@ def _backward_outputs(
     grad, grad_weights, later_grads, query, sources, weights, logits, inverse_rms, is_sum, needs_sources
 ):
     width = query.numel()
-    tiles = _cdiv(grad.numel() // width, _tile(width)["TOKENS"])
-    tiles_per_program = max(1, _cdiv(tiles, _PROGRAMS))
-    partial = _empty(query, (max(1, _cdiv(tiles, tiles_per_program)), width), torch.float32)
+    partial = _empty(query, (backward_programs(grad.numel() // width, width), width), torch.float32)
     return partial, [_empty(query, source.shape, source.dtype) for source in sources] if needs_sources else []
 
 
@@ -290,7 +299,7 @@ def backward(
             _pointers(grad_sources) if needs_sources else None, _pointers(later_grads) if later_grads else None,
             grad.numel() // width, count, float(count if is_sum else 1),
             HAS_GRAD_WEIGHTS=grad_weights is not None, NEEDS_SOURCES=needs_sources, HAS_LATER=len(later_grads) > 0,
-            **_sizes(pointers, width), **_tile(width),
+            **sizes(len(pointers), width), **tile_of(width),
         )  # fmt: skip
     return outputs
 
@@ -319,7 +328,7 @@ def _phase_one(queries: Tensor, eps: float, sources: Sequence[Tensor]) -> tuple[
     if tokens:
         with torch.cuda.device_of(queries):
             kernels().phase_one_kernel[(tokens * groups,)](
-                pointers, queries, *outputs, tokens, len(sources), eps, **_sizes(pointers, width),
+                pointers, queries, *outputs, tokens, len(sources), eps, **sizes(len(pointers), width),
                 NUMBER=number, GROUPS=groups, ROWS=rows, COLUMNS=columns, num_warps=_warps(rows * columns),
             )  # fmt: skip
     return outputs
@@ -354,14 +363,14 @@ def _read(
         ([result], shape, dtype),
     )
     width, pointers = query.numel(), _pointers(rows)
-    tokens, tile = result.numel() // width, _tile(width)
+    tokens, tile = result.numel() // width, tile_of(width)
     if tokens:
         with torch.cuda.device_of(query):
             kernels().forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
                 pointers, query, mixture, maximum, normaliser, norm_weight, result, None, None, None,
                 tokens, len(sources), float(multiplier), eps, norm_eps,
                 HAS_PHASE=mixture is not None, HAS_NORM=norm_weight is not None, KEEPS_STATISTICS=False,
-                **_sizes(pointers, width), **tile,
+                **sizes(len(pointers), width), **tile,
             )  # fmt: skip
     return result
 
@@ -370,9 +379,13 @@ __all__ = [
     "DTYPES",
     "MAX_WIDTH",
     "backward",
+    "backward_programs",
     "common_dtype",
     "forward",
     "kernels",
+    "padded_number",
     "phase_one",
     "read_fused",
+    "sizes",
+    "tile_of",
 ]

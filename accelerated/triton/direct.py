@@ -1,0 +1,277 @@
+"""The direct path of a read: one pass of checks, few allocations, and launches without Triton's binder.
+
+Where tensors are small, a GPU waits for its host (`python -m benchmarks --only host`). So all that depends on shapes
+alone is kept on a [`ReadPlan`], and kernels that Triton has compiled are launched themselves. For tensors that need
+more, such as a cast, a copy or another alignment, [`attend`] returns `None`. The general path, of `implementation`,
+takes these and has the error messages.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..autograd import BackwardRequest, differentiable_backward
+from ..compat import why_operations_are_observed
+from ..tensors import PLAIN, packed
+from . import implementation, launch
+
+_BYTES = 16  # Triton compiles a kernel for pointers that are multiples of it, and another for the rest
+_MOST_PLANS = 1024  # of lengths that differ in every step
+
+
+class Launcher:
+    """Launch one kernel again and again, with arguments whose sizes and alignments stay the same.
+
+    Triton binds the arguments of the first launch, compiles the kernel and returns it. Later launches call the compiled
+    kernel, as Triton's tutorial on softmax does. That leaves out the binder, which takes most of the time of a launch.
+
+    Args:
+        kernel: a function with `@triton.jit`, whose last parameters are constants.
+        programs: number of programs.
+        constants: values of these parameters, by name.
+        num_warps: number of warps of a program.
+        device: device of the tensors.
+    """
+
+    def __init__(self, kernel, programs: int, constants: dict[str, object], num_warps: int, device: torch.device):
+        self._kernel, self._grid, self._device = kernel, (programs, 1, 1), device
+        self._constants, self._num_warps = constants, num_warps
+        self._compiled, self._values = None, ()
+
+    def __call__(self, *arguments) -> None:
+        """Launch the kernel with its arguments before the constants, on the device's current stream."""
+        # Entering a device takes longer than asking for it. The index is `None` in Triton's interpreter.
+        index = self._device.index
+        if index is not None and index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self._launch(arguments)
+        else:
+            self._launch(arguments)
+
+    def _launch(self, arguments: tuple) -> None:
+        if self._compiled is not None:
+            self._compiled(*arguments, *self._values)
+            return
+        compiled = self._kernel[self._grid](*arguments, **self._constants, num_warps=self._num_warps)
+        # Triton's interpreter returns nothing to launch. Then every launch goes this way.
+        if hasattr(compiled, "__getitem__"):
+            names = self._kernel.arg_names[len(arguments) :]
+            self._values = tuple(self._constants[name] for name in names)
+            self._compiled = compiled[self._grid]
+
+
+class ReadPlan:
+    """All that a read needs and that depends on shapes alone: the sizes of its outputs, and launchers of its kernels.
+
+    Args:
+        count: number n of sources.
+        shape: shape `[..., D]` of each source.
+        dtype: dtype of the sources.
+        device: device of all tensors.
+    """
+
+    def __init__(self, count: int, shape: torch.Size, dtype: torch.dtype, device: torch.device):
+        width, tokens, padded = shape[-1], shape.numel() // shape[-1], launch.padded_number(count)
+        self.count, self.shape, self.dtype, self.device, self.tokens = count, shape, dtype, device, tokens
+        self.padding = padded - count
+        self.statistics_shape = (3, count, *shape[:-1])  # weights, logits and 1 / RMS
+        self.grads_shape = (count, *shape)
+        # Scratch of the backward pass: a row for each program's part of the query's gradient, and then a statistic.
+        self.programs = launch.backward_programs(tokens, width)
+        self.scratch_rows = self.programs, -(-count * tokens // width)
+        self.scratch_shape = sum(self.scratch_rows), width
+        sizes = 4 * count * tokens, 4 * width, dtype.itemsize * tokens * width
+        self.is_aligned = not any(size % _BYTES for size in sizes)  # where one allocation is divided
+        tile = launch.tile_of(width)
+        self._num_warps = tile.pop("num_warps")
+        self._constants = launch.sizes(padded, width) | tile
+        flags = {"HAS_PHASE": False, "HAS_NORM": False, "KEEPS_STATISTICS": True}
+        self.forward = self._launcher(launch.kernels().forward_kernel, -(-tokens // tile["TOKENS"]), flags)
+        self._backward: dict[tuple[bool, bool, bool], Launcher] = {}
+
+    def backward(self, has_grad_weights: bool, needs_sources: bool, has_later: bool) -> Launcher:
+        """Return the launcher of the backward kernel with these optional arguments."""
+        key = has_grad_weights, needs_sources, has_later
+        if key not in self._backward:
+            flags = dict(zip(("HAS_GRAD_WEIGHTS", "NEEDS_SOURCES", "HAS_LATER"), key))
+            self._backward[key] = self._launcher(launch.kernels().backward_kernel, self.programs, flags)
+        return self._backward[key]
+
+    def takes(self, tensors: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> bool:
+        """Return whether the kernels take all tensors as they are, at addresses that Triton compiled them for."""
+        addresses = 0
+        for tensor in tensors:
+            if type(tensor) not in PLAIN or tensor.dtype is not dtype or tensor.shape != shape:
+                return False
+            if tensor.device != self.device or not tensor.is_contiguous() or tensor.is_neg():
+                return False
+            address = tensor.data_ptr()
+            if not address:  # its memory was freed
+                return False
+            addresses |= address
+        return not addresses % _BYTES
+
+    def _launcher(self, kernel, programs: int, flags: dict[str, bool]) -> Launcher:
+        return Launcher(kernel, programs, self._constants | flags, self._num_warps, self.device)
+
+
+_plans: dict[tuple, ReadPlan] = {}
+
+
+def _plan(key: tuple[int, torch.Size, torch.dtype, torch.device]) -> ReadPlan | None:
+    """Make and keep a plan for these arguments of [`ReadPlan`]; return `None` if the direct path does not take them."""
+    _, shape, dtype, device = key
+    if dtype not in launch.DTYPES or not shape.numel() or implementation.why_not_on(device, shape[-1]) is not None:
+        return None
+    plan = ReadPlan(*key)
+    if not plan.is_aligned:
+        return None
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def attend(
+    query: Tensor,
+    sources: Sequence[Tensor],
+    key_norm_weight: Tensor,
+    eps: float,
+    is_sum: bool,
+    fuse_later_grads: bool,
+) -> tuple[Tensor, Tensor, Sequence[Tensor]] | None:
+    """Compute depth attention by the Triton kernels, from the query and the key norm's weight themselves.
+
+    Args:
+        query: `w`, `[D]` or `[1, D]`.
+        sources: n >= 1 tensors `[..., D]`.
+        key_norm_weight: `g` `[D]`.
+        eps: epsilon of the key norm.
+        is_sum: whether to multiply the result by n.
+        fuse_later_grads: see [`Implementation`].
+
+    Returns:
+        `h`, `a` and the sources, as [`Implementation.run`] returns them; `None` if the general path must run.
+    """
+    first = sources[0]
+    if torch.compiler.is_compiling() or not first.is_cuda or type(first) not in PLAIN:
+        return None
+    key = len(sources), first.shape, first.dtype, first.device
+    plan = _plans.get(key) or _plan(key)
+    if plan is None or not plan.takes(sources, plan.shape, plan.dtype) or why_operations_are_observed() is not None:
+        return None
+    width = plan.shape[-1]
+    if query.shape not in ((width,), (1, width)) or key_norm_weight.shape != (width,):
+        return None
+    for weight in (query, key_norm_weight):
+        if type(weight) not in PLAIN or weight.dtype not in launch.DTYPES or weight.device != plan.device:
+            return None
+    if not torch.is_grad_enabled():
+        result, weights, *_ = _forward(plan, query, sources, key_norm_weight, eps, is_sum)
+        return result, weights, sources
+    result, weights, *later = DirectRead.apply(plan, query, key_norm_weight, eps, is_sum, fuse_later_grads, *sources)
+    return result, weights, tuple(later) or sources
+
+
+class DirectRead(torch.autograd.Function):
+    """A read whose tensors fit its plan. It saves its inputs, `w * g`, and three statistics of one allocation."""
+
+    @staticmethod
+    def forward(
+        ctx, plan: ReadPlan, query: Tensor, key_norm_weight: Tensor, eps: float, is_sum: bool, fuse: bool, *sources
+    ) -> tuple[Tensor, ...]:
+        """Return the result and the weights, and with `fuse` the sources too."""
+        result, *saved = _forward(plan, query, sources, key_norm_weight, eps, is_sum)
+        ctx.save_for_backward(query, key_norm_weight, *saved, *sources)
+        ctx.plan, ctx.eps, ctx.is_sum = plan, eps, is_sum
+        ctx.set_materialize_grads(False)  # missing gradients are `None`, not tensors of zeros
+        if not fuse:
+            return result, saved[0]
+        # As outputs of this node, the sources bring the gradients of later reads to its backward pass.
+        needed = ctx.needs_input_grad[6:]
+        if not all(needed):
+            ctx.mark_non_differentiable(*(source for source, is_needed in zip(sources, needed) if not is_needed))
+        return result, saved[0], *sources
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
+        """Return the gradients of the query, the key norm's weight and the sources."""
+        query, key_norm_weight, weights, logits, inverse_rms, folded, *sources = ctx.saved_tensors
+        _, needs_query, needs_norm, _, _, _, *needs_sources = ctx.needs_input_grad
+        if grad is None:
+            grad = torch.zeros_like(sources[0])
+        elif grad.is_sparse:
+            grad = grad.to_dense()
+        is_compiled = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not is_compiled:
+            request = BackwardRequest(
+                grad, grad_weights, later_grads or [None] * len(sources), (query * key_norm_weight.float()).view(-1),
+                sources, (), ctx.eps, ctx.is_sum, needs_query or needs_norm, needs_sources,
+            )  # fmt: skip
+            grad_folded, grad_sources = differentiable_backward(request)
+            if grad_folded is not None:
+                grad_folded = grad_folded.view(query.shape)
+        else:
+            grads = _backward(
+                None if is_compiled else ctx.plan,
+                packed(grad),
+                None if grad_weights is None else packed(grad_weights),
+                implementation.all_or_none(later_grads),
+                folded,
+                sources,
+                (weights, logits, inverse_rms),
+                ctx.is_sum,
+                any(needs_sources),
+            )
+            grad_folded = grads[0].sum(0, keepdim=query.ndim == 2)  # in the shape of the query
+            grad_sources = [grad if is_needed else None for grad, is_needed in zip(grads[1], needs_sources)]
+        grad_query = (grad_folded * key_norm_weight).to(query.dtype) if needs_query else None
+        grad_norm = (grad_folded * query).view(-1).to(key_norm_weight.dtype) if needs_norm else None
+        return None, grad_query, grad_norm, None, None, None, *grad_sources
+
+
+def _forward(
+    plan: ReadPlan, query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float, is_sum: bool
+) -> tuple[Tensor, ...]:
+    """Return the result, the weights, logits and 1 / RMS of all sources, and `w * g` in float32."""
+    folded = query.float() * key_norm_weight  # the product of float32 and any narrower dtype is in float32
+    result = torch.empty_like(sources[0])
+    weights, logits, inverse_rms = folded.new_empty(plan.statistics_shape).unbind()
+    plan.forward(
+        (*sources, *sources[:1] * plan.padding), folded, None, None, None, None, result, weights, logits, inverse_rms,
+        plan.tokens, plan.count, float(plan.count if is_sum else 1), eps, 0.0,
+    )  # fmt: skip
+    return result, weights, logits, inverse_rms, folded
+
+
+def _backward(
+    plan: ReadPlan | None,
+    grad: Tensor,
+    grad_weights: Tensor | None,
+    later_grads: list[Tensor],
+    folded: Tensor,
+    sources: list[Tensor],
+    statistics: tuple[Tensor, Tensor, Tensor],
+    is_sum: bool,
+    needs_sources: bool,
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return the gradient of `w * g` in parts `[programs, D]`, and that of each source or `None`."""
+    fits = plan is not None and plan.takes([grad, *later_grads], plan.shape, plan.dtype)
+    if fits and grad_weights is not None:
+        fits = plan.takes([grad_weights], plan.statistics_shape[1:], torch.float32)
+    if not fits:
+        return launch.backward(
+            grad, grad_weights, later_grads, folded.view(-1), sources, *statistics, is_sum, needs_sources
+        )
+    partial, contracted = folded.new_empty(plan.scratch_shape).split(plan.scratch_rows)
+    grads = grad.new_empty(plan.grads_shape).unbind() if needs_sources else ()
+    plan.backward(grad_weights is not None, needs_sources, bool(later_grads))(
+        grad, grad_weights, (*sources, *sources[:1] * plan.padding), folded, *statistics, contracted, partial,
+        (*grads, *grads[:1] * plan.padding) or None, (*later_grads, *later_grads[:1] * plan.padding) or None,
+        plan.tokens, plan.count, float(plan.count if is_sum else 1),
+    )  # fmt: skip
+    return partial, grads or [None] * plan.count
+
+
+__all__ = ["DirectRead", "Launcher", "ReadPlan", "attend"]
