@@ -1,0 +1,40 @@
+"""The benchmark of the host's time names each library that is absent, and counts no launch."""
+
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from benchmarks import host, report
+from benchmarks.timing import Setting
+
+
+def test_libraries_that_are_not_installed_are_named_with_the_command_that_installs_them(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    rows = [*host.measure(Setting(repeats=2, quick=True))]
+    assert {(row["pass"], row["dtype"]) for row in rows} == {
+        (name, dtype) for name in ("forward", "forward+backward") for dtype in ("float32", "bfloat16")
+    }
+    assert all(row["missing"].keys() == host.INSTALL.keys() and not row["ratios"] for row in rows)
+    text = report.markdown(host.tables(rows)["host"])
+    for name, command in host.INSTALL.items():
+        assert f"{name} did not run: Triton is not installed ({command})." in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_ours_is_measured_beside_the_floor_and_what_is_replaced_comes_back():
+    (row, *_) = host.measure(Setting(repeats=2, quick=True))
+    assert {"ours / floor", "ours in a model / floor"} <= row["ratios"].keys()
+    assert row["ratios"]["ours / floor"]["median"] > 1
+    assert not torch.ones(1).is_cuda
+
+
+def test_the_floor_returns_a_gradient_for_each_tensor():
+    for way in host.ways({host.FLOOR: host.floor}, 3, torch.bfloat16, "forward+backward").values():
+        way()
+    inputs = host.Inputs(3, 8, 2, torch.float32, "cpu")
+    leaves = [inputs.query, inputs.key_norm_weight, *inputs.sources]
+    grads = torch.autograd.grad(inputs.call(host.floor), leaves, inputs.grad)
+    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
