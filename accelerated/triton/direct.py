@@ -82,12 +82,12 @@ class ReadPlan:
         self.statistics_shape = (3, count, *shape[:-1])  # weights, logits and 1 / RMS
         self.grads_shape = (count, *shape)
         self.programs = launch.backward_programs(tokens, width)
-        self.partial_shape = self.programs, width
+        self.backward_shapes = self.statistics_shape[1:], (self.programs, width)
         # Whether every part of an allocation that is divided begins at a multiple of 16 bytes.
         self.is_aligned = not any(size % _BYTES for size in (4 * count * tokens, dtype.itemsize * tokens * width))
         tile = launch.tile_of(width)
         self._num_warps = tile.pop("num_warps")
-        self._constants = launch.sizes(padded, width) | tile
+        self._constants = launch.sizes(padded, width) | tile | {"HAS_KEY_NORM": True}
         flags = {"HAS_PHASE": False, "HAS_NORM": False, "KEEPS_STATISTICS": True}
         self.forward = self._launcher(launch.kernels().forward_kernel, -(-tokens // tile["TOKENS"]), flags)
         self._backward: dict[tuple[bool, bool, bool], Launcher] = {}
@@ -121,12 +121,18 @@ class ReadPlan:
 _plans: dict[tuple, ReadPlan] = {}
 
 
-def _plan(key: tuple[int, torch.Size, torch.dtype, torch.device]) -> ReadPlan | None:
-    """Make and keep a plan for these arguments of [`ReadPlan`]; return `None` if the direct path does not take them."""
-    _, shape, dtype, device = key
-    if dtype not in launch.DTYPES or not shape.numel() or implementation.why_not_on(device, shape[-1]) is not None:
+def _plan(key: tuple) -> ReadPlan | None:
+    """Make and keep a plan; return `None` if the direct path does not take such tensors.
+
+    Args:
+        key: the arguments of [`ReadPlan`], and the dtypes of `w` and `g`, for which the kernels are compiled too.
+    """
+    _, shape, dtype, device, *weight_dtypes = key
+    if not {dtype, *weight_dtypes} <= {*launch.DTYPES} or not shape.numel():
         return None
-    plan = ReadPlan(*key)
+    if implementation.why_not_on(device, shape[-1]) is not None:
+        return None
+    plan = ReadPlan(*key[:4])
     if not plan.is_aligned:
         return None
     if len(_plans) >= _MOST_PLANS:
@@ -159,32 +165,32 @@ def attend(
     first = sources[0]
     if torch.compiler.is_compiling() or not first.is_cuda or type(first) not in PLAIN:
         return None
-    key = len(sources), first.shape, first.dtype, first.device
+    key = len(sources), first.shape, first.dtype, first.device, query.dtype, key_norm_weight.dtype
     plan = _plans.get(key) or _plan(key)
-    if plan is None or not plan.takes(sources, plan.shape, plan.dtype) or why_operations_are_observed() is not None:
+    if plan is None or why_operations_are_observed() is not None or not plan.takes(sources, plan.shape, plan.dtype):
         return None
-    width = plan.shape[-1]
-    if query.shape not in ((width,), (1, width)) or key_norm_weight.shape != (width,):
+    width = plan.shape[-1:]
+    query_shape = width if query.ndim == 1 else (1, *width)
+    if not plan.takes((query,), query_shape, query.dtype):
         return None
-    for weight in (query, key_norm_weight):
-        if type(weight) not in PLAIN or weight.dtype not in launch.DTYPES or weight.device != plan.device:
-            return None
+    if not plan.takes((key_norm_weight,), width, key_norm_weight.dtype):
+        return None
     if not torch.is_grad_enabled():
-        result, weights, *_ = _forward(plan, query, sources, key_norm_weight, eps, is_sum)
+        result, weights, *_ = _forward(plan, query, key_norm_weight, sources, eps, is_sum)
         return result, weights, sources
     result, weights, *later = DirectRead.apply(plan, query, key_norm_weight, eps, is_sum, fuse_later_grads, *sources)
     return result, weights, tuple(later) or sources
 
 
 class DirectRead(torch.autograd.Function):
-    """A read whose tensors fit its plan. It saves its inputs, `w * g`, and three statistics of one allocation."""
+    """A read whose tensors fit its plan. It saves its inputs, and three statistics of one allocation."""
 
     @staticmethod
     def forward(
         ctx, plan: ReadPlan, query: Tensor, key_norm_weight: Tensor, eps: float, is_sum: bool, fuse: bool, *sources
     ) -> tuple[Tensor, ...]:
         """Return the result and the weights, and with `fuse` the sources too."""
-        result, *saved = _forward(plan, query, sources, key_norm_weight, eps, is_sum)
+        result, *saved = _forward(plan, query, key_norm_weight, sources, eps, is_sum)
         ctx.save_for_backward(query, key_norm_weight, *saved, *sources)
         ctx.plan, ctx.eps, ctx.is_sum = plan, eps, is_sum
         ctx.set_materialize_grads(False)  # missing gradients are `None`, not tensors of zeros
@@ -199,7 +205,7 @@ class DirectRead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
         """Return the gradients of the query, the key norm's weight and the sources."""
-        query, key_norm_weight, weights, logits, inverse_rms, folded, *sources = ctx.saved_tensors
+        query, key_norm_weight, weights, logits, inverse_rms, *sources = ctx.saved_tensors
         _, needs_query, needs_norm, _, _, _, *needs_sources = ctx.needs_input_grad
         if grad is None:
             grad = torch.zeros_like(sources[0])
@@ -208,7 +214,7 @@ class DirectRead(torch.autograd.Function):
         is_compiled = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and not is_compiled:
             request = BackwardRequest(
-                grad, grad_weights, later_grads or [None] * len(sources), (query * key_norm_weight.float()).view(-1),
+                grad, grad_weights, later_grads or [None] * len(sources), _folded(query, key_norm_weight),
                 sources, (), ctx.eps, ctx.is_sum, needs_query or needs_norm, needs_sources,
             )  # fmt: skip
             grad_folded, grad_sources = differentiable_backward(request)
@@ -220,7 +226,7 @@ class DirectRead(torch.autograd.Function):
                 packed(grad),
                 None if grad_weights is None else packed(grad_weights),
                 implementation.all_or_none(later_grads),
-                folded,
+                (query, key_norm_weight),
                 sources,
                 (weights, logits, inverse_rms),
                 ctx.is_sum,
@@ -231,22 +237,28 @@ class DirectRead(torch.autograd.Function):
             if not all(needs_sources):
                 grad_sources = [grad if is_needed else None for grad, is_needed in zip(grad_sources, needs_sources)]
         grad_query = (grad_folded * key_norm_weight).to(query.dtype) if needs_query else None
-        grad_norm = (grad_folded * query).view(-1).to(key_norm_weight.dtype) if needs_norm else None
+        grad_norm = (grad_folded * query).to(key_norm_weight.dtype).view(-1) if needs_norm else None
         return None, grad_query, grad_norm, None, None, None, *grad_sources
 
 
+def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:
+    """Return `w * g` `[D]` in float32."""
+    return query.view(-1).float() * key_norm_weight
+
+
 def _forward(
-    plan: ReadPlan, query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float, is_sum: bool
-) -> tuple[Tensor, ...]:
-    """Return the result, the weights, logits and 1 / RMS of all sources, and `w * g` in float32."""
-    folded = query.float() * key_norm_weight  # the product of float32 and any narrower dtype is in float32
-    result = torch.empty_like(sources[0])
-    weights, logits, inverse_rms = folded.new_empty(plan.statistics_shape).unbind()
+    plan: ReadPlan, query: Tensor, key_norm_weight: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the result, and the weights, logits and 1 / RMS of all sources."""
+    first = sources[0]
+    result = torch.empty_like(first)
+    weights, logits, inverse_rms = first.new_empty(plan.statistics_shape, dtype=torch.float32).unbind()
     plan.forward(
-        (*sources, *sources[:1] * plan.padding), folded, None, None, None, None, result, weights, logits, inverse_rms,
+        (*sources, *sources[:1] * plan.padding), query, key_norm_weight, None, None, None, None,
+        result, weights, logits, inverse_rms,
         plan.tokens, plan.count, float(plan.count if is_sum else 1), eps, 0.0,
     )  # fmt: skip
-    return result, weights, logits, inverse_rms, folded
+    return result, weights, logits, inverse_rms
 
 
 def _backward(
@@ -254,7 +266,7 @@ def _backward(
     grad: Tensor,
     grad_weights: Tensor | None,
     later_grads: list[Tensor],
-    folded: Tensor,
+    query_and_norm: tuple[Tensor, Tensor],
     sources: list[Tensor],
     statistics: tuple[Tensor, Tensor, Tensor],
     is_sum: bool,
@@ -265,14 +277,15 @@ def _backward(
     if fits and grad_weights is not None:
         fits = plan.takes([grad_weights], plan.statistics_shape[1:], torch.float32)
     if not fits:
-        return launch.backward(
-            grad, grad_weights, later_grads, folded.view(-1), sources, *statistics, is_sum, needs_sources
+        partial, grads = launch.backward(
+            grad, grad_weights, later_grads, _folded(*query_and_norm), sources, *statistics, is_sum, needs_sources
         )
+        return partial, grads or [None] * len(sources)
     # Scratch and the parts of the query's gradient. To divide one allocation would take longer.
-    contracted, partial = folded.new_empty(plan.statistics_shape[1:]), folded.new_empty(plan.partial_shape)
+    contracted, partial = (grad.new_empty(shape, dtype=torch.float32) for shape in plan.backward_shapes)
     grads = grad.new_empty(plan.grads_shape).unbind() if needs_sources else ()
     plan.backward(grad_weights is not None, needs_sources, bool(later_grads))(
-        grad, grad_weights, (*sources, *sources[:1] * plan.padding), folded, *statistics, contracted, partial,
+        grad, grad_weights, (*sources, *sources[:1] * plan.padding), *query_and_norm, *statistics, contracted, partial,
         (*grads, *grads[:1] * plan.padding) or None, (*later_grads, *later_grads[:1] * plan.padding) or None,
         plan.tokens, plan.count, float(plan.count if is_sum else 1),
     )  # fmt: skip

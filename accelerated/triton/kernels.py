@@ -33,6 +33,15 @@ def _whole_tokens(tile, tokens, WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUM
 
 
 @triton.jit
+def _query_row(query, key_norm, column, is_column, HAS_KEY_NORM: tl.constexpr):
+    """Return the query `[1, columns]` in float32, times the key norm's weight where it is not part of the query yet."""
+    row = tl.load(query + column, mask=is_column, other=0.0).to(tl.float32)
+    if HAS_KEY_NORM:
+        row *= tl.load(key_norm + column, mask=is_column, other=0.0).to(tl.float32)
+    return row[None, :]
+
+
+@triton.jit
 def _load_next(
     sources, i, count, offset, is_token, column,
     FIRST: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr,
@@ -59,10 +68,10 @@ def _normalised(mixture, normaliser, factor):
 
 @triton.jit
 def forward_kernel(
-    sources, query, mixtures, maxima, normalisers, norm_weight, result, weights, logits, inverse_rms,
+    sources, query, key_norm, mixtures, maxima, normalisers, norm_weight, result, weights, logits, inverse_rms,
     tokens, count, factor, eps, norm_eps,
-    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_PHASE: tl.constexpr, HAS_NORM: tl.constexpr,
-    KEEPS_STATISTICS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_KEY_NORM: tl.constexpr, HAS_PHASE: tl.constexpr,
+    HAS_NORM: tl.constexpr, KEEPS_STATISTICS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write `result` `[tokens, WIDTH]`, continued from an entry of phase one with `HAS_PHASE`, normed with `HAS_NORM`.
 
@@ -72,7 +81,7 @@ def forward_kernel(
     token, is_token, inside, offset = _whole_tokens(tl.program_id(0), tokens, WIDTH, TOKENS, COLUMNS)
     column = tl.arange(0, COLUMNS)
     is_column = column < WIDTH
-    query_row = tl.load(query + column, mask=is_column, other=0.0)[None, :]
+    query_row = _query_row(query, key_norm, column, is_column, HAS_KEY_NORM)
     if HAS_PHASE:
         maximum = tl.load(maxima + token, mask=is_token, other=0.0)
         normaliser = tl.load(normalisers + token, mask=is_token, other=1.0)
@@ -109,19 +118,20 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad, grad_weights, sources, query, weights, logits, inverse_rms, contracted, partial, grad_sources,
+    grad, grad_weights, sources, query, key_norm, weights, logits, inverse_rms, contracted, partial, grad_sources,
     later_grads, tokens, count, factor,
-    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_WEIGHTS: tl.constexpr,
-    NEEDS_SOURCES: tl.constexpr, HAS_LATER: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_KEY_NORM: tl.constexpr,
+    HAS_GRAD_WEIGHTS: tl.constexpr, NEEDS_SOURCES: tl.constexpr, HAS_LATER: tl.constexpr, TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write `grad_sources`, and this program's part of the query's gradient to a row of `partial`.
+    """Write `grad_sources`, and this program's part of the gradient of `query * key_norm` to a row of `partial`.
 
     `later_grads`, the sources' gradients from later reads, are added. `contracted` `[count, tokens]` is scratch.
     """
     stride = tl.cast(tokens, tl.int64)  # between the statistics of two sources
     column = tl.arange(0, COLUMNS)
     is_column = column < WIDTH
-    query_row = tl.load(query + column, mask=is_column, other=0.0)[None, :]
+    query_row = _query_row(query, key_norm, column, is_column, HAS_KEY_NORM)
     grad_query = tl.zeros([COLUMNS], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         token, is_token, inside, offset = _whole_tokens(tile, tokens, WIDTH, TOKENS, COLUMNS)

@@ -239,9 +239,10 @@ def forward(
     if tokens:
         with torch.cuda.device_of(query):
             kernels().forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
-                pointers, query, None, None, None, None, *outputs,
+                pointers, query, None, None, None, None, None, *outputs,
                 tokens, count, float(count if is_sum else 1), eps, 0.0,
-                HAS_PHASE=False, HAS_NORM=False, KEEPS_STATISTICS=True, **sizes(len(pointers), width), **tile,
+                HAS_KEY_NORM=False, HAS_PHASE=False, HAS_NORM=False, KEEPS_STATISTICS=True,
+                **sizes(len(pointers), width), **tile,
             )  # fmt: skip
     return outputs
 
@@ -295,11 +296,11 @@ def backward(
     width, pointers = query.numel(), _pointers(sources)
     with torch.cuda.device_of(query):
         kernels().backward_kernel[(len(partial),)](
-            grad, grad_weights, pointers, query, weights, logits, inverse_rms, contracted, partial,
+            grad, grad_weights, pointers, query, None, weights, logits, inverse_rms, contracted, partial,
             _pointers(grad_sources) if needs_sources else None, _pointers(later_grads) if later_grads else None,
             grad.numel() // width, count, float(count if is_sum else 1),
-            HAS_GRAD_WEIGHTS=grad_weights is not None, NEEDS_SOURCES=needs_sources, HAS_LATER=len(later_grads) > 0,
-            **sizes(len(pointers), width), **tile_of(width),
+            HAS_KEY_NORM=False, HAS_GRAD_WEIGHTS=grad_weights is not None, NEEDS_SOURCES=needs_sources,
+            HAS_LATER=len(later_grads) > 0, **sizes(len(pointers), width), **tile_of(width),
         )  # fmt: skip
     return outputs
 
@@ -367,10 +368,10 @@ def _read(
     if tokens:
         with torch.cuda.device_of(query):
             kernels().forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
-                pointers, query, mixture, maximum, normaliser, norm_weight, result, None, None, None,
+                pointers, query, None, mixture, maximum, normaliser, norm_weight, result, None, None, None,
                 tokens, len(sources), float(multiplier), eps, norm_eps,
-                HAS_PHASE=mixture is not None, HAS_NORM=norm_weight is not None, KEEPS_STATISTICS=False,
-                **sizes(len(pointers), width), **tile,
+                HAS_KEY_NORM=False, HAS_PHASE=mixture is not None, HAS_NORM=norm_weight is not None,
+                KEEPS_STATISTICS=False, **sizes(len(pointers), width), **tile,
             )  # fmt: skip
     return result
 
