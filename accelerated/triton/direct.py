@@ -82,7 +82,8 @@ class ReadPlan:
         self.statistics_shape = (3, count, *shape[:-1])  # weights, logits and 1 / RMS
         self.grads_shape = (count, *shape)
         self.programs = launch.backward_programs(tokens, width)
-        self.backward_shapes = self.statistics_shape[1:], (self.programs, width)
+        self.contracted_shape = self.statistics_shape[1:]  # scratch of the backward kernel
+        self.partial_shape = self.programs, width  # the query's gradient in parts
         # Whether every part of an allocation that is divided begins at a multiple of 16 bytes.
         self.is_aligned = not any(size % _BYTES for size in (4 * count * tokens, dtype.itemsize * tokens * width))
         tile = launch.tile_of(width)
@@ -275,14 +276,15 @@ def _backward(
     """Return the gradient of `w * g` in parts `[programs, D]`, and that of each source or `None`."""
     fits = plan is not None and plan.takes([grad, *later_grads], plan.shape, plan.dtype)
     if fits and grad_weights is not None:
-        fits = plan.takes([grad_weights], plan.statistics_shape[1:], torch.float32)
+        fits = plan.takes([grad_weights], plan.contracted_shape, torch.float32)
     if not fits:
         partial, grads = launch.backward(
             grad, grad_weights, later_grads, _folded(*query_and_norm), sources, *statistics, is_sum, needs_sources
         )
         return partial, grads or [None] * len(sources)
-    # Scratch and the parts of the query's gradient. To divide one allocation would take longer.
-    contracted, partial = (grad.new_empty(shape, dtype=torch.float32) for shape in plan.backward_shapes)
+    # To divide one allocation into these two would take longer.
+    contracted = grad.new_empty(plan.contracted_shape, dtype=torch.float32)
+    partial = grad.new_empty(plan.partial_shape, dtype=torch.float32)
     grads = grad.new_empty(plan.grads_shape).unbind() if needs_sources else ()
     plan.backward(grad_weights is not None, needs_sources, bool(later_grads))(
         grad, grad_weights, (*sources, *sources[:1] * plan.padding), *query_and_norm, *statistics, contracted, partial,

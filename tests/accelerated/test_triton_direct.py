@@ -246,12 +246,12 @@ def test_as_many_plans_are_kept_as_a_program_needs(monkeypatch):
 
 @contextmanager
 def counted() -> Iterator[Counter]:
-    """Count calls by name: of functions in Python as `call`, and of allocations by their names."""
+    """Count calls of this package's functions as `call`, and allocations of tensors as `allocations`."""
     counts = Counter()
 
     def profile(frame, event: str, argument: object) -> None:
         if event == "call":
-            counts["call"] += frame.f_code.co_filename != __file__  # not the stand-ins
+            counts["call"] += frame.f_globals["__name__"].startswith("attnres.")
         elif event == "c_call" and "empty" in argument.__name__:
             counts["allocations"] += 1
 
@@ -292,7 +292,7 @@ def test_the_cost_of_a_read_in_python_does_not_grow_with_the_number_of_sources(k
     assert few["saved"] == 5
     # Forward the result and the statistics, backward scratch, parts of the query's gradient, and all other gradients.
     assert few["allocations"] == (2, 3)
-    assert few["forward"] <= 16
-    assert few["backward"] <= 30
+    assert few["forward"] <= 12
+    assert few["backward"] <= 12
     assert kernels.forward_kernel.launches == {"bound": 2, "compiled": 4}
     assert kernels.backward_kernel.launches == {"bound": 2, "compiled": 4}
