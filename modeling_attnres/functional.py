@@ -66,9 +66,10 @@ def _check(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | N
     shape = sources[0].shape
     if not shape:
         raise ValueError("source 0 has shape (), but a source must be [..., D].")
-    for i, source in enumerate(sources):
-        if source.shape != shape:
-            raise ValueError(f"source {i} has shape {tuple(source.shape)}, but source 0 has {tuple(shape)}.")
+    shapes = [source.shape for source in sources]
+    if shapes.count(shape) < len(shapes):
+        i = next(i for i, other in enumerate(shapes) if other != shape)
+        raise ValueError(f"source {i} has shape {tuple(shapes[i])}, but source 0 has {tuple(shape)}.")
     for name, vector in (("query", query), ("key_norm_weight", key_norm_weight)):
         if vector is not None and vector.shape != shape[-1:]:
             raise ValueError(

@@ -73,11 +73,26 @@ class ReadPlan:
         shape: shape `[..., D]` of each source.
         dtype: dtype of the sources.
         device: device of all tensors.
+        query_shape: shape of the query, `[D]` or `[1, D]`.
+        query_dtype: dtype of the query.
+        norm_dtype: dtype of the key norm's weight.
     """
 
-    def __init__(self, count: int, shape: torch.Size, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        count: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        query_shape: torch.Size,
+        query_dtype: torch.dtype,
+        norm_dtype: torch.dtype,
+    ):
         width, tokens, padded = shape[-1], shape.numel() // shape[-1], launch.padded_number(count)
         self.count, self.shape, self.dtype, self.device, self.tokens = count, shape, dtype, device, tokens
+        self.source_kind = dtype, shape, device
+        weight_kinds = [(query_dtype, query_shape, device), (norm_dtype, shape[-1:], device)]
+        self.input_kinds = weight_kinds + [self.source_kind] * count
         self.padding = padded - count
         self.statistics_shape = (3, count, *shape[:-1])  # weights, logits and 1 / RMS
         self.grads_shape = (count, *shape)
@@ -101,39 +116,38 @@ class ReadPlan:
             self._backward[key] = self._launcher(launch.kernels().backward_kernel, self.programs, flags)
         return self._backward[key]
 
-    def takes(self, tensors: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> bool:
-        """Return whether the kernels take all tensors as they are, at addresses that Triton compiled them for."""
-        # By built-in functions over all tensors: statements for each take twice as long.
-        if not _PLAIN.issuperset(map(type, tensors)):
-            return False
-        kind = dtype, shape, self.device
-        if [*map(_kind, tensors)].count(kind) != len(tensors):
-            return False
-        if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):
-            return False
-        addresses = [*map(Tensor.data_ptr, tensors)]
-        # A tensor whose memory was freed is at 0.
-        return all(addresses) and not functools.reduce(operator.or_, addresses) % _BYTES
-
     def _launcher(self, kernel, programs: int, flags: dict[str, bool]) -> Launcher:
         return Launcher(kernel, programs, self._constants | flags, self._num_warps, self.device)
+
+
+def are_ready(tensors: Sequence[Tensor], kinds: list[tuple[torch.dtype, torch.Size, torch.device]]) -> bool:
+    """Return whether kernels take all tensors as they are, at addresses for which Triton compiled them.
+
+    Args:
+        tensors: the tensors.
+        kinds: dtype, shape and device that each must have.
+    """
+    # By built-in functions over all tensors: statements for each take twice as long.
+    if not _PLAIN.issuperset(map(type, tensors)) or [*map(_kind, tensors)] != kinds:
+        return False
+    if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):
+        return False
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    # A tensor whose memory was freed is at 0.
+    return all(addresses) and not functools.reduce(operator.or_, addresses) % _BYTES
 
 
 _plans: dict[tuple, ReadPlan] = {}
 
 
 def _plan(key: tuple) -> ReadPlan | None:
-    """Make and keep a plan; return `None` if the direct path does not take such tensors.
-
-    Args:
-        key: the arguments of [`ReadPlan`], and the dtypes of `w` and `g`, for which the kernels are compiled too.
-    """
-    _, shape, dtype, device, *weight_dtypes = key
-    if not {dtype, *weight_dtypes} <= {*launch.DTYPES} or not shape.numel():
+    """Make and keep a plan by the arguments of [`ReadPlan`]; return `None` if the direct path takes no such tensors."""
+    _, shape, dtype, device, query_shape, query_dtype, norm_dtype = key
+    if not {dtype, query_dtype, norm_dtype} <= {*launch.DTYPES} or not shape.numel():
         return None
-    if implementation.why_not_on(device, shape[-1]) is not None:
+    if query_shape not in (shape[-1:], (1, *shape[-1:])) or implementation.why_not_on(device, shape[-1]) is not None:
         return None
-    plan = ReadPlan(*key[:4])
+    plan = ReadPlan(*key)
     if not plan.is_aligned:
         return None
     if len(_plans) >= _MOST_PLANS:
@@ -166,15 +180,11 @@ def attend(
     first = sources[0]
     if torch.compiler.is_compiling() or not first.is_cuda or type(first) not in PLAIN:
         return None
-    key = len(sources), first.shape, first.dtype, first.device, query.dtype, key_norm_weight.dtype
+    key = len(sources), first.shape, first.dtype, first.device, query.shape, query.dtype, key_norm_weight.dtype
     plan = _plans.get(key) or _plan(key)
-    if plan is None or why_operations_are_observed() is not None or not plan.takes(sources, plan.shape, plan.dtype):
+    if plan is None or not are_ready((query, key_norm_weight, *sources), plan.input_kinds):
         return None
-    width = plan.shape[-1:]
-    query_shape = width if query.ndim == 1 else (1, *width)
-    if not plan.takes((query,), query_shape, query.dtype):
-        return None
-    if not plan.takes((key_norm_weight,), width, key_norm_weight.dtype):
+    if why_operations_are_observed() is not None:
         return None
     if not torch.is_grad_enabled():
         result, weights, *_ = _forward(plan, query, key_norm_weight, sources, eps, is_sum)
@@ -221,6 +231,8 @@ class DirectRead(torch.autograd.Function):
             grad_folded, grad_sources = differentiable_backward(request)
             if grad_folded is not None:
                 grad_folded = grad_folded.view(query.shape)
+            grad_query = (grad_folded * key_norm_weight).to(query.dtype) if needs_query else None
+            grad_norm = (grad_folded * query).to(key_norm_weight.dtype) if needs_norm else None
         else:
             grads = _backward(
                 None if is_compiled else ctx.plan,
@@ -237,9 +249,18 @@ class DirectRead(torch.autograd.Function):
             grad_sources = grads[1]
             if not all(needs_sources):
                 grad_sources = [grad if is_needed else None for grad, is_needed in zip(grad_sources, needs_sources)]
-        grad_query = (grad_folded * key_norm_weight).to(query.dtype) if needs_query else None
-        grad_norm = (grad_folded * query).to(key_norm_weight.dtype).view(-1) if needs_norm else None
+            grad_query = _product(grad_folded, key_norm_weight, query.dtype) if needs_query else None
+            grad_norm = _product(grad_folded, query, key_norm_weight.dtype) if needs_norm else None
+        if needs_norm and query.ndim == 2:
+            grad_norm = grad_norm.view(-1)
         return None, grad_query, grad_norm, None, None, None, *grad_sources
+
+
+def _product(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product of a gradient in float32 and a factor of any dtype, rounded once, by one kernel."""
+    if dtype is torch.float32:
+        return grad * factor
+    return torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype))
 
 
 def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:
@@ -274,10 +295,10 @@ def _backward(
     needs_sources: bool,
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return the gradient of `w * g` in parts `[programs, D]`, and that of each source or `None`."""
-    fits = plan is not None and plan.takes([grad, *later_grads], plan.shape, plan.dtype)
-    if fits and grad_weights is not None:
-        fits = plan.takes([grad_weights], plan.contracted_shape, torch.float32)
-    if not fits:
+    is_direct = plan is not None and are_ready([grad, *later_grads], [plan.source_kind] * (1 + len(later_grads)))
+    if is_direct and grad_weights is not None:
+        is_direct = are_ready([grad_weights], [(torch.float32, plan.contracted_shape, plan.device)])
+    if not is_direct:
         partial, grads = launch.backward(
             grad, grad_weights, later_grads, _folded(*query_and_norm), sources, *statistics, is_sum, needs_sources
         )

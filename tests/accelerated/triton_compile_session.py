@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from attnres.accelerated.triton import launch
+from attnres.accelerated.triton import direct, launch
 
 CAPABILITY, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 
@@ -45,6 +45,10 @@ for n, width, dtype in ((2, 7, torch.float32), (9, 1264, torch.bfloat16), (64, 8
     result, *saved = launch.forward(query, sources, 1e-6, True)
     for grad_weights, needs_sources, later in ((None, False, []), (saved[0], True, []), (saved[0], True, sources)):
         launch.backward(result, grad_weights, later, query, sources, *saved, True, needs_sources)
+    plan = direct.ReadPlan(n, result.shape, dtype, result.device, query.shape, torch.float32, dtype)
+    weights = query, query.to(dtype)
+    direct._backward(plan, result, None, [], weights, sources, direct._forward(plan, *weights, sources, 1e-6, True)[1:],
+                     True, True)  # fmt: skip
     phase = tuple(part[0] for part in launch.phase_one(query.repeat(6, 1), 1e-6, *sources))
     launch.read_fused(query, 1e-6, 1, [], phase, dtype)
     for begun in (None, phase):
