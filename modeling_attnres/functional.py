@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .functional_attnres import attend, reference
+from .functional_attnres import attend, attend_directly, reference
+
+SCALES = ("mean", "sum")
 
 
 def depth_attention(
@@ -38,8 +40,13 @@ def depth_attention(
         ValueError: no source, a shape that does not fit, an unknown scale, or an implementation that is not known or
             cannot run on these tensors.
     """
-    _check(query, sources, key_norm_weight, scale)
-    result, weights, _ = attend(query, sources, key_norm_weight, eps, scale == "sum", implementation)
+    attended = None
+    if scale in SCALES and len(sources):
+        attended = attend_directly(query, sources, key_norm_weight, eps, scale == "sum", implementation)
+    if attended is None:
+        _check(query, sources, key_norm_weight, scale)
+        attended = attend(query, sources, key_norm_weight, eps, scale == "sum", implementation)
+    result, weights, _ = attended
     return (result, weights) if return_weights else result
 
 
@@ -59,17 +66,16 @@ def depth_attention_reference(
 
 
 def _check(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, scale: str) -> None:
-    if scale not in ("mean", "sum"):
+    if scale not in SCALES:
         raise ValueError(f"`scale` is {scale!r}, but must be one of 'mean', 'sum'.")
     if len(sources) == 0:
         raise ValueError("`sources` is empty, but must hold at least one source (the embedding).")
     shape = sources[0].shape
     if not shape:
         raise ValueError("source 0 has shape (), but a source must be [..., D].")
-    shapes = [source.shape for source in sources]
-    if shapes.count(shape) < len(shapes):
-        i = next(i for i, other in enumerate(shapes) if other != shape)
-        raise ValueError(f"source {i} has shape {tuple(shapes[i])}, but source 0 has {tuple(shape)}.")
+    for i, source in enumerate(sources):
+        if source.shape != shape:
+            raise ValueError(f"source {i} has shape {tuple(source.shape)}, but source 0 has {tuple(shape)}.")
     for name, vector in (("query", query), ("key_norm_weight", key_norm_weight)):
         if vector is not None and vector.shape != shape[-1:]:
             raise ValueError(

@@ -81,19 +81,9 @@ def attend(
     Raises:
         ValueError: the query has another width; the implementation is unknown or cannot run here.
     """
-    try:
-        function = DEPTH_ATTENTION[implementation]
-    except KeyError:
-        known = ", ".join(DEPTH_ATTENTION)
-        raise ValueError(
-            f"{implementation!r} is not an implementation of depth attention: use one of {known}."
-        ) from None
-    # `attnres.accelerated` adds this attribute: a path with fewer checks, which takes only the most common tensors.
-    direct = getattr(function, "direct", None)
-    if direct is not None and key_norm_weight is not None:
-        attended = direct(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads)
-        if attended is not None:
-            return attended
+    attended = attend_directly(query, sources, key_norm_weight, eps, is_sum, implementation, fuse_later_grads)
+    if attended is not None:
+        return attended
     if any(source.shape != sources[0].shape for source in sources):
         sources = torch.broadcast_tensors(*sources)
     width = sources[0].shape[-1]
@@ -104,8 +94,36 @@ def attend(
     if key_norm_weight is not None:
         # (w . (g * k)) = ((w * g) . k): the norm's weight never touches a source.
         query = query * key_norm_weight.to(stat_dtype)
-    result, weights, sources = function(query, sources, eps, is_sum, fuse_later_grads)
+    result, weights, sources = DEPTH_ATTENTION[implementation](query, sources, eps, is_sum, fuse_later_grads)
     return result.to(dtype), weights, sources
+
+
+def attend_directly(
+    query: Tensor,
+    sources: Sequence[Tensor],
+    key_norm_weight: Tensor | None,
+    eps: float,
+    is_sum: bool,
+    implementation: str,
+    fuse_later_grads: bool = False,
+) -> Attended | None:
+    """Compute [`attend`] by a path with fewer checks, which takes only the most common tensors.
+
+    `attnres.accelerated` adds such a path as an attribute `direct` of an implementation.
+
+    Returns:
+        The result of [`attend`]; `None` if there is no such path, or if it does not take these tensors.
+
+    Raises:
+        ValueError: the implementation is unknown.
+    """
+    if implementation not in DEPTH_ATTENTION:
+        known = ", ".join(DEPTH_ATTENTION)
+        raise ValueError(f"{implementation!r} is not an implementation of depth attention: use one of {known}.")
+    direct = getattr(DEPTH_ATTENTION[implementation], "direct", None)
+    if direct is None or key_norm_weight is None:
+        return None
+    return direct(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads)
 
 
 def eager(

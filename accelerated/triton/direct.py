@@ -189,7 +189,7 @@ def attend(
     if not torch.is_grad_enabled():
         result, weights, *_ = _forward(plan, query, key_norm_weight, sources, eps, is_sum)
         return result, weights, sources
-    result, weights, *later = DirectRead.apply(plan, query, key_norm_weight, eps, is_sum, fuse_later_grads, *sources)
+    result, weights, *later = DirectRead.apply((plan, eps, is_sum, fuse_later_grads), query, key_norm_weight, *sources)
     return result, weights, tuple(later) or sources
 
 
@@ -198,17 +198,17 @@ class DirectRead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, plan: ReadPlan, query: Tensor, key_norm_weight: Tensor, eps: float, is_sum: bool, fuse: bool, *sources
+        ctx, call: tuple[ReadPlan, float, bool, bool], query: Tensor, key_norm_weight: Tensor, *sources: Tensor
     ) -> tuple[Tensor, ...]:
         """Return the result and the weights, and with `fuse` the sources too."""
+        plan, eps, is_sum, fuse = ctx.call = call  # one argument, because autograd unwraps each
         result, *saved = _forward(plan, query, key_norm_weight, sources, eps, is_sum)
         ctx.save_for_backward(query, key_norm_weight, *saved, *sources)
-        ctx.plan, ctx.eps, ctx.is_sum = plan, eps, is_sum
         ctx.set_materialize_grads(False)  # missing gradients are `None`, not tensors of zeros
         if not fuse:
             return result, saved[0]
         # As outputs of this node, the sources bring the gradients of later reads to its backward pass.
-        needed = ctx.needs_input_grad[6:]
+        needed = ctx.needs_input_grad[3:]
         if not all(needed):
             ctx.mark_non_differentiable(*(source for source, is_needed in zip(sources, needed) if not is_needed))
         return result, saved[0], *sources
@@ -217,7 +217,8 @@ class DirectRead(torch.autograd.Function):
     def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
         """Return the gradients of the query, the key norm's weight and the sources."""
         query, key_norm_weight, weights, logits, inverse_rms, *sources = ctx.saved_tensors
-        _, needs_query, needs_norm, _, _, _, *needs_sources = ctx.needs_input_grad
+        _, needs_query, needs_norm, *needs_sources = ctx.needs_input_grad
+        plan, eps, is_sum, _ = ctx.call
         if grad is None:
             grad = torch.zeros_like(sources[0])
         elif grad.is_sparse:
@@ -226,7 +227,7 @@ class DirectRead(torch.autograd.Function):
         if torch.is_grad_enabled() and not is_compiled:
             request = BackwardRequest(
                 grad, grad_weights, later_grads or [None] * len(sources), _folded(query, key_norm_weight),
-                sources, (), ctx.eps, ctx.is_sum, needs_query or needs_norm, needs_sources,
+                sources, (), eps, is_sum, needs_query or needs_norm, needs_sources,
             )  # fmt: skip
             grad_folded, grad_sources = differentiable_backward(request)
             if grad_folded is not None:
@@ -235,14 +236,14 @@ class DirectRead(torch.autograd.Function):
             grad_norm = (grad_folded * query).to(key_norm_weight.dtype) if needs_norm else None
         else:
             grads = _backward(
-                None if is_compiled else ctx.plan,
+                None if is_compiled else plan,
                 packed(grad),
                 None if grad_weights is None else packed(grad_weights),
                 implementation.all_or_none(later_grads),
                 (query, key_norm_weight),
                 sources,
                 (weights, logits, inverse_rms),
-                ctx.is_sum,
+                is_sum,
                 any(needs_sources),
             )
             grad_folded = grads[0].sum(0, keepdim=query.ndim == 2)  # in the shape of the query
@@ -253,7 +254,7 @@ class DirectRead(torch.autograd.Function):
             grad_norm = _product(grad_folded, query, key_norm_weight.dtype) if needs_norm else None
         if needs_norm and query.ndim == 2:
             grad_norm = grad_norm.view(-1)
-        return None, grad_query, grad_norm, None, None, None, *grad_sources
+        return None, grad_query, grad_norm, *grad_sources
 
 
 def _product(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
