@@ -41,7 +41,8 @@ def depth_attention(
             cannot run on these tensors.
     """
     attended = None
-    if scale in SCALES and len(sources):
+    # This path checks the tensors itself. A query `[1, D]`, as layers have, is its only other freedom.
+    if scale in SCALES and len(sources) and query.ndim == 1:
         attended = attend_directly(query, sources, key_norm_weight, eps, scale == "sum", implementation)
     if attended is None:
         _check(query, sources, key_norm_weight, scale)

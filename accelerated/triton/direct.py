@@ -143,7 +143,7 @@ _plans: dict[tuple, ReadPlan] = {}
 def _plan(key: tuple) -> ReadPlan | None:
     """Make and keep a plan by the arguments of [`ReadPlan`]; return `None` if the direct path takes no such tensors."""
     _, shape, dtype, device, query_shape, query_dtype, norm_dtype = key
-    if not {dtype, query_dtype, norm_dtype} <= {*launch.DTYPES} or not shape.numel():
+    if not {dtype, query_dtype, norm_dtype} <= {*launch.DTYPES} or not shape or not shape.numel():
         return None
     if query_shape not in (shape[-1:], (1, *shape[-1:])) or implementation.why_not_on(device, shape[-1]) is not None:
         return None

@@ -218,6 +218,9 @@ def test_weights_and_shapes_that_do_not_fit_go_another_way():
     for wrong in (query[:8], query.view(-1, 1), query.double(), query.to("meta"), query.as_subclass(Wrapped)):
         assert direct.attend(wrong, sources, weight, EPS, True, True) is None
         assert direct.attend(query, sources, wrong, EPS, True, True) is None
+    assert direct.attend(torch.ones(1), [torch.ones(())], torch.ones(1), EPS, True, True) is None
+    with pytest.raises(ValueError, match="`query` has shape"):
+        depth_attention(query.view(1, -1), sources, weight)
     for shape, width in (((3,), 5), ((1,), 4), ((0,), 8)):  # parts of an allocation would begin between 16 bytes
         query, sources, weight = inputs(1, shape=shape, width=width)
         assert direct.attend(query, sources, weight, EPS, True, True) is None
