@@ -50,8 +50,8 @@ def test_training_adds_the_gradients_of_later_reads_and_checkpointing_changes_no
 
     expected = gradients(make_model(block_size, 3, "eager").train())
     model = make_model(block_size, 3).train()
-    later, all_or_none = [], implementation._all_or_none
-    monkeypatch.setattr(implementation, "_all_or_none", lambda grads: later.append(grads) or all_or_none(grads))
+    later, all_or_none = [], implementation.all_or_none
+    monkeypatch.setattr(implementation, "all_or_none", lambda grads: later.append(grads) or all_or_none(grads))
     actual = gradients(model)
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
     # The backward pass begins with the last read, which no read follows. All sources of other reads are read later too.
