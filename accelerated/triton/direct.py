@@ -8,6 +8,7 @@ takes these and has the error messages.
 
 import functools
 import operator
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -147,6 +148,8 @@ def _plan(key: tuple) -> ReadPlan | None:
         return None
     if query_shape not in (shape[-1:], (1, *shape[-1:])) or implementation.why_not_on(device, shape[-1]) is not None:
         return None
+    if not is_right_on(device):
+        return None
     plan = ReadPlan(*key)
     if not plan.is_aligned:
         return None
@@ -154,6 +157,31 @@ def _plan(key: tuple) -> ReadPlan | None:
         _plans.clear()
     _plans[key] = plan
     return plan
+
+
+@functools.cache
+@torch.no_grad()
+def is_right_on(device: torch.device) -> bool:
+    """Return whether launches without the binder compute the same bits as launches by Triton; warn if not.
+
+    The first call in a process makes a small read twice, forward and backward. How compiled kernels are called is no
+    promise of Triton, so a new release may change it.
+    """
+    try:
+        values = torch.linspace(-1, 1, 4 * 32, dtype=torch.float32, device=device).view(4, 2, 16)
+        sources, query, weight = [*values[:3]], values[3, 0], values[3, 1] + 2
+        plan, seen = ReadPlan(3, values.shape[1:], values.dtype, device, query.shape, query.dtype, query.dtype), []
+        for _ in ("by Triton", "without its binder"):
+            result, *statistics = _forward(plan, query, weight, sources, 1e-6, True)
+            grads = _backward(plan, result, None, [], (query, weight), sources, tuple(statistics), True, True)
+            seen.append([result, *statistics, grads[0], *grads[1]])
+        if all(map(torch.equal, *seen)):
+            return True
+        reason = "compute other numbers"
+    except Exception as error:
+        reason = f"fail ({error})"
+    warnings.warn(f"Launches without Triton's binder {reason} on {device}. Triton makes all launches.", stacklevel=2)
+    return False
 
 
 def attend(
@@ -316,4 +344,4 @@ def _backward(
     return partial, grads or [None] * plan.count
 
 
-__all__ = ["DirectRead", "Launcher", "ReadPlan", "attend"]
+__all__ = ["DirectRead", "Launcher", "ReadPlan", "attend", "is_right_on"]

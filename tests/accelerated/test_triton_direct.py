@@ -22,6 +22,7 @@ from attnres.functional_attnres import attend
 from .triton_cases import DEVICE, DTYPES, EPS, RUNS, in_float64, loss, make
 
 KERNELS = ast.parse((Path(launch.__file__).with_name("kernels.py")).read_text())
+IS_RIGHT_ON = direct.is_right_on.__wrapped__  # without its cache
 ARGUMENTS = {node.name: [a.arg for a in node.args.args] for node in KERNELS.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -105,6 +106,7 @@ def kernels(monkeypatch) -> SimpleNamespace:
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(implementation, "why_not_on", lambda device, width: None)
+        monkeypatch.setattr(direct, "is_right_on", lambda device: True)  # its launches would be counted
     if not RUNS:
         monkeypatch.setattr(launch, "kernels", lambda: stand_ins)
     yield stand_ins
@@ -238,6 +240,31 @@ def test_a_gradient_at_another_alignment_goes_the_general_way(monkeypatch):
     assert [grad.data_ptr() for grad in taken] == [misaligned.data_ptr()]
     torch.autograd.grad(result, query, misaligned.clone())
     assert len(taken) == 1
+
+
+def fail(*values: object) -> None:
+    raise TypeError("an argument is missing")
+
+
+@pytest.mark.skipif(RUNS, reason="Triton's compiled kernels take what they take")
+def test_compiled_kernels_that_take_other_arguments_are_left_to_triton(kernels, monkeypatch):
+    device = torch.device(DEVICE)
+    assert IS_RIGHT_ON(device)
+    assert kernels.forward_kernel.launches == kernels.backward_kernel.launches == {"bound": 1, "compiled": 1}
+
+    call = Compiled.__getitem__
+
+    def reverse_sources(kernel: Compiled, grid: tuple) -> Callable:
+        return lambda first, *rest: call(kernel, grid)(first[::-1] if isinstance(first, tuple) else first, *rest)
+
+    for changed, reason in ((reverse_sources, "compute other numbers"), (lambda *_: fail, "fail .an argument is")):
+        monkeypatch.setattr(Compiled, "__getitem__", changed)
+        with pytest.warns(UserWarning, match=f"Launches without Triton's binder {reason}"):
+            assert not IS_RIGHT_ON(device)
+
+    monkeypatch.setattr(direct, "is_right_on", lambda device: False)
+    query, sources, weight = inputs(2)
+    assert direct.attend(query, sources, weight, EPS, True, True) is None
 
 
 def test_as_many_plans_are_kept_as_a_program_needs(monkeypatch):
