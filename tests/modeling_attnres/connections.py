@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.residual_attnres import ResidualConnection, residual_tensors
+from attnres.value_residual_attnres import VALUE_RESIDUAL_FIELDS, value_residual_tensors
 
 from ..caches import CACHE
 
@@ -64,12 +65,12 @@ def build(backbones: ModuleType, case: str, connection: str, **fields) -> PreTra
 
 def build_start(backbones: ModuleType, case: str, connection: str, **fields) -> PreTrainedModel:
     """Build the same model with connections at their initial values: a retrofit of `backbones.build(case)`."""
-    standard = backbones.build(case, **fields)
+    standard = backbones.build(case, **{name: fields[name] for name in fields if name not in VALUE_RESIDUAL_FIELDS})
     torch.manual_seed(3)
     config = backbones.member_config(case, **fields_of(connection) | fields)
     model = AutoModelForCausalLM.from_config(config).eval()
     missing, unexpected = model.load_state_dict(standard.state_dict(), strict=False)
-    assert not unexpected and set(missing) == set(residual_tensors(model))
+    assert not unexpected and set(missing) == {*residual_tensors(model), *value_residual_tensors(model)}
     return model
 
 
