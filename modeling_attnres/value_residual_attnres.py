@@ -121,13 +121,13 @@ def add_value_residual(layer: nn.Module, config: PreTrainedConfig) -> None:
         config: the configuration with the field of [`ValueResidualFields`].
 
     Raises:
-        ValueError: the backbone's attention has no separate values.
+        ValueError: the backbone's attention has no separate projection to values, and no latent.
     """
     attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     if config.value_residual is None or isinstance(attention, MixedValues):
         return
     name = next((name for name in _PLACES if isinstance(getattr(attention, name, None), nn.Module)), "")
-    allowed = f"null: the attention of {config.backbone!r} has no {' or '.join(_PLACES)}, so no values of its own"
+    allowed = f"null: the attention of {config.backbone!r} has no {' or '.join(_PLACES)}"
     require(config, "value_residual", bool(name), allowed)
     # As with a gate, only the class changes.
     attention.__class__ = _mixed(type(attention))

@@ -1,6 +1,6 @@
 """Reads and writes against the classes of `transformers` that compute the same, with the same weights.
 
-`test_mhc.py` and `test_identity_hc.py` hold those of mHC and Identity HC.
+`test_mhc.py` and `test_identity_hc.py` compare mHC and Identity HC.
 """
 
 import math
