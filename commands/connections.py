@@ -1,30 +1,47 @@
 """Describe the residual connections for the command line, without importing PyTorch.
 
-Help texts and options derive from this table. The import of the registry `attnres.CONNECTIONS` takes seconds;
-`tests/commands/test_quick.py` compares the table with it.
+Help texts, options and `attnres list connections` derive from this table. The import of the registry
+`attnres.CONNECTIONS` takes seconds; `tests/commands/test_quick.py` compares the table with it.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
-# Name -> (meaning, options of a retrofit). The first connection is the default.
-CONNECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "attn_res": ("attention residuals, Full or in blocks", ("block_size", "scale", "num_blocks", "full")),
-    "standard": ("the residual stream", ()),
-    "denseformer": ("DenseFormer's averages over depth", ()),
-    "muddformer": ("MUDDFormer's averages over depth, whose weights each token sets", ()),
-    "dca": ("DCA's sums of all outputs, with weights of channel and token", ()),
-    "residual_scalars": ("the residual stream, scaled before each layer, plus the embedding", ()),
-    "scaled": ("the residual stream with scaled outputs, or in another of six forms", ()),
-    "laurel": ("LAuReL's weights and low-rank map of the stream", ()),
-    "frac_connections": ("Hyper-Connections between parts of one stream", ()),
-    "highway": ("Highway gates, from scratch only", ()),
-    "hyper_connections": ("Hyper-Connections", ("streams",)),
-    "identity_hc": ("Hyper-Connections whose streams are not mixed", ("streams",)),
-    "mhc": ("Hyper-Connections with Sinkhorn's doubly stochastic mixing", ("streams",)),
-    "mhc_lite": ("Hyper-Connections with averages of permutations", ("streams",)),
-    "gated_residual": ("streams that are read and written through gates", ("streams",)),
-    "post_norm": ("norms on the stream itself, from scratch only", ()),
+
+class Connection(NamedTuple):
+    """A residual connection, or a preset of one, as the command line shows it."""
+
+    meaning: str
+    options: tuple[str, ...]  # options of a retrofit
+    state: str  # the state between sublayers, in tensors [tokens, d]
+    used_by: str  # published models, or recipes of others, whose code was read
+    is_exact: bool = True  # whether a retrofit keeps the function
+
+
+_BLOCKS = ("block_size", "scale", "num_blocks", "full")
+# The first connection is the default.
+CONNECTIONS: dict[str, Connection] = {
+    "attn_res": Connection("attention over outputs or their blocks", _BLOCKS, "blocks + 1", "Kimi K3"),
+    "standard": Connection("the residual stream", (), "1", "most models"),
+    "denseformer": Connection("averages over depth", (), "layers + 1", ""),
+    "muddformer": Connection("averages over depth, set by each token", (), "layers + 1", "modded-nanogpt"),
+    "dca": Connection("sums with weights of channel and token", (), "4", ""),
+    "residual_scalars": Connection("the stream, scaled, plus the embedding", (), "2", "nanochat"),
+    "scaled": Connection("scaled outputs or stream, seven forms", (), "1", "ZAYA, Gemma 4"),
+    "laurel": Connection("weights, a low-rank map of the stream", (), "1", ""),
+    "frac_connections": Connection("Hyper-Connections in one stream", (), "1", ""),
+    "highway": Connection("gates of old and new; from scratch only", (), "1", "", is_exact=False),
+    "hyper_connections": Connection("n streams: reads, writes, mixing", ("streams",), "n", ""),
+    "identity_hc": Connection("n streams that are not mixed", ("streams",), "n", "Hy-V4"),
+    "mhc": Connection("n streams, mixed doubly stochastically", ("streams",), "n", "DeepSeek-V4"),
+    "mhc_lite": Connection("n streams, mixed by permutations", ("streams",), "n", ""),
+    "gated_residual": Connection("n streams, gated reads and writes", ("streams",), "n", "Qwen3.8-Flash-Next"),
+    "post_norm": Connection("a normed stream; from scratch only", (), "1", "", is_exact=False),
+}
+# Published variants that are settings of a connection; `attnres.PRESETS` has their fields.
+PRESETS: dict[str, Connection] = {
+    "multi_head": Connection("attn_res with 4 heads (MHAR)", _BLOCKS, "blocks + 1", ""),
+    "delta": Connection("attn_res, gated, beside the stream", _BLOCKS, "blocks + 2", ""),
 }
 
 
@@ -35,16 +52,26 @@ def flag(option: str) -> str:
 
 def owners(option: str) -> str:
     """Return the names of the connections that have an option, as `a, b or c`."""
-    *others, last = (name for name, (_, options) in CONNECTIONS.items() if option in options)
+    *others, last = (name for name, connection in CONNECTIONS.items() if option in connection.options)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def describe_connections() -> str:
-    """Return all connections with their meanings and options, for a help text."""
+    """Return all connections and presets with their meanings and options, for a help text."""
     return "; ".join(
-        f"{name} ({meaning}; {', '.join(map(flag, options)) or 'no options'})"
-        for name, (meaning, options) in CONNECTIONS.items()
+        f"{name} ({connection.meaning}; {', '.join(map(flag, connection.options)) or 'no options'})"
+        for name, connection in (CONNECTIONS | PRESETS).items()
     )
+
+
+def list_connections() -> list[str]:
+    """Return a line for each connection and preset: name, whether a retrofit is exact, state, users, meaning."""
+    rows = [
+        (name, "exact" if c.is_exact else "no", c.state, c.used_by or "-", c.meaning)
+        for name, c in (CONNECTIONS | PRESETS).items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
@@ -75,4 +102,13 @@ def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
     return None
 
 
-__all__ = ["CONNECTIONS", "describe_connections", "flag", "owners", "remark_on_blocks"]
+__all__ = [
+    "CONNECTIONS",
+    "PRESETS",
+    "Connection",
+    "describe_connections",
+    "flag",
+    "list_connections",
+    "owners",
+    "remark_on_blocks",
+]

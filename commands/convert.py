@@ -106,8 +106,7 @@ def _describe(plan: Plan) -> str:
     tensors, files = counted(len(checkpoint.entries), "tensor"), counted(len(checkpoint.shards), "file")
     parts = [f"{tensors} in {files}, {show_bytes(checkpoint.num_bytes)}"]
     if isinstance(config, ResidualConfig):
-        gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
-        parts.append(f"{config.model_type}: {config.connection.describe(config)}{gate}")
+        parts.append(f"{config.model_type}: {config.connection.describe(config)}{_attention(config)}")
     else:
         parts.append(f"{config.model_type}: standard residual connections")
     if plan.added:
@@ -146,14 +145,19 @@ def _read_text(path: Path) -> str:
     return text
 
 
+def _attention(config: ResidualConfig) -> str:
+    """Return what is added to the attention, such as ", attention gated (sdpa)"."""
+    gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
+    return f"{gate}{', value residuals' if config.value_residual else ''}"
+
+
 def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: FunctionComparison | None) -> None:
     """Write the model card. If the source has a card of this package, add this conversion to it."""
     folder, config = plan.checkpoint.folder, plan.config
     hub_id, commit = on_hub(folder, source)
-    gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
     parts = [
         f"**{plan.title}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: "
-        f"{config.connection.describe(config)}{gate}."
+        f"{config.connection.describe(config)}{_attention(config)}."
     ]
     if plan.added:
         parts.append(f"{counted(len(plan.added), 'tensor')} added, all others as they were.")

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from attnres.utils.packaged import configuration_names, recipe_names
 
 from .choices import Debug
-from .connections import CONNECTIONS
+from .connections import list_connections
 from .guard import loading
 
 
@@ -28,7 +28,8 @@ HEADINGS = {
     Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME), with their "
     "parameters; activated: per token, without the embedding and the output projection, lm_head",
     Listed.recipes: "Recipes (attnres train NAME)",
-    Listed.connections: "Residual connections (attnres convert --residual NAME)",
+    Listed.connections: "Residual connections (attnres convert --residual NAME): whether a retrofit is exact; "
+    "state, in tensors [tokens, d]; used by; meaning",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
     Listed.backbones: "Backbones of the models that attnres convert takes",
 }
@@ -40,7 +41,7 @@ def list_names(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """List the names that you can give to commands. Configurations are listed with their numbers of parameters.
+    """List the names that you can give to commands, configurations and connections with what sets them apart.
 
     attnres list
     attnres list recipes
@@ -48,8 +49,9 @@ def list_names(
     console = Console(highlight=False)
     for listed in [kind] if kind else Listed:
         console.print(HEADINGS[listed], style="bold", soft_wrap=True)
-        if listed == Listed.configurations:
-            console.print(*(f"  {line}" for line in _sizes()), sep="\n", soft_wrap=True)
+        if listed in (Listed.configurations, Listed.connections):
+            lines = _sizes() if listed == Listed.configurations else list_connections()
+            console.print(*(f"  {line}" for line in lines), sep="\n", soft_wrap=True, markup=False)
         elif console.is_terminal:
             console.print(Padding("  ".join(_names(listed)), (0, 0, 1, 2)))
         else:  # one name on each line, for `grep` and other programs
@@ -85,11 +87,9 @@ def _short(number: int) -> str:
 
 
 def _names(kind: Listed) -> tuple[str, ...]:
-    """Return the names of any kind except configurations."""
+    """Return the names of any kind except configurations and connections."""
     if kind == Listed.recipes:
         return recipe_names()
-    if kind == Listed.connections:
-        return tuple(CONNECTIONS)
     if kind == Listed.tasks:
         from attnres.eval.benchmarks import benchmarks
 

@@ -12,10 +12,10 @@ from attnres.utils.files import check_replaceable
 from attnres.utils.hub import check_source
 
 from .choices import WRITTEN_MODEL, Debug, given_options
-from .connections import CONNECTIONS, describe_connections, flag, owners
+from .connections import CONNECTIONS, PRESETS, describe_connections, flag, owners
 from .guard import loading
 
-Residual = StrEnum("Residual", [(name, name) for name in CONNECTIONS])
+Residual = StrEnum("Residual", [(name, name) for name in (*CONNECTIONS, *PRESETS)])
 DEFAULT_RESIDUAL = next(iter(Residual))
 
 
@@ -67,7 +67,7 @@ def convert(
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Set a field of the connection or of gated attention, such as attention_gate=sdpa; may be repeated.",
+            help="Set a field of the connection, attention_gate=sdpa, value_residual=standard; may be repeated.",
         ),
     ] = None,
     to: Annotated[
@@ -199,7 +199,7 @@ def refuse_options(
     if len(conversions) + bool(flags) > 1:
         raise typer.BadParameter(f"{' and '.join([*conversions, *flags])} exclude each other.")
     for option in options:
-        if option not in CONNECTIONS[residual][1]:
+        if option not in (CONNECTIONS | PRESETS)[residual].options:
             raise typer.BadParameter(f"{flag(option)} belongs to --residual {owners(option)}, not to {residual}.")
     sizes = [flag(option) for option in ("block_size", "num_blocks", "full") if option in options]
     if len(sizes) > 1:

@@ -281,7 +281,9 @@ def _facts(subject: CardSubject) -> dict[str, Any]:
         "layout": subject.layout or describe_layout(config),
         "connection": config.connection.describe(config),
         "is_of_the_paper": config.residual_connection == DEFAULT_CONNECTION,
-        "is_served_by_vllm": config.backbone in _BY_VLLM and config.residual_connection == DEFAULT_CONNECTION,
+        "is_served_by_vllm": config.backbone in _BY_VLLM
+        and config.residual_connection == DEFAULT_CONNECTION
+        and config.value_residual is None,
         "versions": ", ".join([f"Python {platform.python_version()}", *_installed()]),
         "needed": ", ".join(_needed()),
         "code": [(name, hashlib.sha256((subject.folder / name).read_bytes()).hexdigest()) for name in files],

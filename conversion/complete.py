@@ -20,6 +20,7 @@ from attnres.configuration_attnres import is_kimi_k3
 from attnres.loading_attnres import check_shapes
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.quiet import quiet_transformers
+from attnres.value_residual_attnres import value_residual_tensors
 
 from . import kimi_k3
 from .checkpoint import NAMED_WEIGHTS, Checkpoint, same_bytes
@@ -149,7 +150,8 @@ def _check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Colle
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
     if kimi_k3.is_released(checkpoint, config):
         return kimi_k3.unused_tensors(checkpoint, config)
-    _check_present(checkpoint, set(residual_tensors(model)) - entries.keys() - set(added))
+    needed = residual_tensors(model).keys() | value_residual_tensors(model).keys()
+    _check_present(checkpoint, needed - entries.keys() - set(added))
     # Quantised weights have other names and shapes than their model's: their quantiser checks them.
     if getattr(config, "quantization_config", None) is not None:
         return frozenset(unused)

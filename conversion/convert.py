@@ -22,6 +22,7 @@ from transformers.utils import CONFIG_NAME
 from attnres import ResidualConfig
 from attnres.attention_gate_attnres import gate_tensors
 from attnres.residual_attnres import ResidualConnection, residual_tensors
+from attnres.value_residual_attnres import value_residual_tensors
 
 from .attention_gate import differs_from_ungated, is_gated
 from .checkpoint import Checkpoint
@@ -31,6 +32,7 @@ from .plan import Plan
 from .shards import DTYPES, check_space, copy_shard, explain_writing
 from .side_files import copy_side_files
 from .source import ConversionSource
+from .value_residual import differs_from_unmixed
 
 
 def plan_retrofit(source: ConversionSource, residual: str = DEFAULT_CONNECTION, **options: Any) -> Plan:
@@ -68,7 +70,7 @@ def plan_retrofit(source: ConversionSource, residual: str = DEFAULT_CONNECTION, 
 
 
 def plan_standard(source: ConversionSource) -> Plan:
-    """Plan to undo a retrofit: the backbone's checkpoint, without the tensors of residual connections and gates.
+    """Plan to undo a retrofit: the backbone's checkpoint, without the tensors that were added to it.
 
     Raises:
         ValueError: The source is not a model of the family, or one of its added tensors is not finite or was trained,
@@ -76,11 +78,15 @@ def plan_standard(source: ConversionSource) -> Plan:
         FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
     config, model, unused = _read_member(source)
-    tensors, gates = residual_tensors(model), gate_tensors(model)
-    difference = config.connection.differs_from_standard(config, tensors) or differs_from_ungated(config, gates)
+    tensors, gates, values = residual_tensors(model), gate_tensors(model), value_residual_tensors(model)
+    difference = (
+        config.connection.differs_from_standard(config, tensors)
+        or differs_from_ungated(config, gates)
+        or differs_from_unmixed(values)
+    )
     if difference:
         raise ValueError(f"no standard decoder computes the same function: {difference}.")
-    dropped = frozenset(tensors | gates)
+    dropped = frozenset(tensors | gates | values)
     return Plan(source.checkpoint, backbone_config(config), dropped=dropped, unused=unused, has_head=has_head(model))
 
 
@@ -180,7 +186,7 @@ def write(
 def _read_member(source: ConversionSource) -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
     """Return a copy of the configuration of a model of the family, the model, and the names of unused tensors.
 
-    The model is on the meta device, but the tensors of its residual connections and gates are loaded.
+    The model is on the meta device, but the tensors that are added to its backbone are loaded.
     """
     checkpoint, config = source.checkpoint, deepcopy(source.config)  # a plan changes its fields
     if not isinstance(config, ResidualConfig):
@@ -188,7 +194,7 @@ def _read_member(source: ConversionSource) -> tuple[ResidualConfig, PreTrainedMo
             f"{source.folder} is of model type {config.model_type!r}, which has standard residual connections."
         )
     model, unused = complete_model(checkpoint, config)
-    for name in residual_tensors(model) | gate_tensors(model):
+    for name in residual_tensors(model) | gate_tensors(model) | value_residual_tensors(model):
         if name not in checkpoint.where:
             raise ValueError(f"{source.folder} has no `{name}`: its attention gates are quantised.")
         path = checkpoint.where[name].source

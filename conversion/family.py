@@ -12,11 +12,21 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from attnres import BACKBONES, CONNECTIONS, AttnResConfig, AttnResKimiK3Config, ResidualConfig, ResidualConnection
+from attnres import (
+    BACKBONES,
+    CONNECTIONS,
+    PRESETS,
+    AttnResConfig,
+    AttnResKimiK3Config,
+    ResidualConfig,
+    ResidualConnection,
+)
 from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
 from attnres.residual_attnres import ResidualNorm, residual_tensors
+from attnres.value_residual_attnres import VALUE_RESIDUAL_FIELDS, value_residual_tensors
 
 from .attention_gate import is_gated, plan_gate, start_gates
+from .value_residual import mixes_values, plan_value_residual, start_value_residuals
 
 DEFAULT_CONNECTION = next(iter(CONNECTIONS))
 # Fields that identify the class of a configuration and its code. They do not change what the model computes.
@@ -63,6 +73,7 @@ def backbone_config(config: ResidualConfig) -> PreTrainedConfig:
         *_IDENTITY,
         *ResidualConfig.__annotations__,
         *GATE_FIELDS,
+        *VALUE_RESIDUAL_FIELDS,
         *chain(*(c.fields for c in CONNECTIONS.values())),
     }
     fields = {key: value for key, value in config.to_dict().items() if key not in family_fields}
@@ -84,14 +95,17 @@ def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION
         ValueError: The decoder cannot be retrofitted, or one of the arguments is not valid.
     """
     connection = _connection(residual)
+    options = {name: value for name, value in _preset(residual).items() if name != "residual_connection"} | options
     gate = {field: options.pop(field) for field in GATE_FIELDS if field in options}
+    values = {field: options.pop(field) for field in VALUE_RESIDUAL_FIELDS if field in options}
     config = member_config(config)
     for option, field in connection.options.items():
         if options.get(option) is not None and field in options:
             raise ValueError(f"give one of {option} and {field}, not both.")
-    config.residual_connection = residual
+    config.residual_connection = connection.name
     connection.plan_retrofit(config, **options)
     plan_gate(config, **gate)
+    plan_value_residual(config, **values)
     config.check_fields()
     return config
 
@@ -108,18 +122,25 @@ def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
 
 
 def retrofit_fields(residual: str = DEFAULT_CONNECTION) -> list[str]:
-    """Return the configuration fields that a retrofit can set: of a residual connection and of gated attention.
+    """Return the configuration fields that a retrofit can set: of a connection, of gates and of value residuals.
 
     Raises:
         ValueError: The connection does not exist.
     """
-    return [*_connection(residual).fields, *GATE_FIELDS]
+    return [*_connection(residual).fields, *GATE_FIELDS, *VALUE_RESIDUAL_FIELDS]
+
+
+def _preset(name: str) -> dict[str, Any]:
+    """Return the fields of a preset; none for another name."""
+    # A recipe may give a value of any type, also one that cannot be looked up in a dictionary.
+    return PRESETS[name] if name in list(PRESETS) else {}
 
 
 def _connection(name: str) -> type[ResidualConnection]:
-    # A recipe may give a value of any type, also one that cannot be looked up in a dictionary.
+    """Return the connection of a name or of a preset. Raise ValueError if there is none."""
+    name = _preset(name).get("residual_connection", name)
     if name not in list(CONNECTIONS):
-        names = ", ".join(map(repr, CONNECTIONS))
+        names = ", ".join(map(repr, (*CONNECTIONS, *PRESETS)))
         raise ValueError(f"there is no residual connection {name!r}; there is {names}.")
     return CONNECTIONS[name]
 
@@ -132,9 +153,11 @@ def added_tensors(model: PreTrainedModel, source: PreTrainedConfig) -> dict[str,
         source: The configuration of the decoder it is made from.
 
     Returns:
-        The tensors of residual connections, and of attention gates unless the source has gates already.
+        The tensors of residual connections; and of gates and of value residuals, unless the source has these already.
     """
-    return residual_tensors(model) | ({} if is_gated(source) else gate_tensors(model))
+    gates = {} if is_gated(source) else gate_tensors(model)
+    values = {} if mixes_values(source) else value_residual_tensors(model)
+    return residual_tensors(model) | gates | values
 
 
 def start_added(model: PreTrainedModel, source: PreTrainedConfig, dtype: torch.dtype) -> None:
@@ -152,6 +175,8 @@ def start_added(model: PreTrainedModel, source: PreTrainedConfig, dtype: torch.d
             model._init_weights(module)
     if not is_gated(source):
         start_gates(model, dtype)
+    if not mixes_values(source):
+        start_value_residuals(model, dtype)
 
 
 __all__ = [

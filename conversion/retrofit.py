@@ -30,12 +30,14 @@ def retrofit(
 
     Args:
         model_or_path: A model, or the directory or Hub id of one, which is loaded in its stored dtype.
-        residual: The name of the residual connection, a key of `attnres.CONNECTIONS`.
+        residual: The name of the residual connection, a key of `attnres.CONNECTIONS`, or of a preset in
+            `attnres.PRESETS`.
         options: Options of the connection. Attention residuals take one of `block_size` (S in sublayers: two per
             decoder layer, one where attention and MLP are parallel), `num_blocks` (8 by default) and `full=True`. They
             also take `scale`: `"sum"` by default, while `"mean"` is the same function only up to the epsilons of the
             norms. Every configuration field of the connection is an option too, such as `attn_res_gated=True`, and so
-            is every field of attention gates: `attention_gate="sdpa"` also adds gates to the attention.
+            is every field of attention gates and value residuals: `attention_gate="sdpa"` also adds gates to the
+            attention, and `value_residual="standard"` mixes its values with those of the first layer.
 
     Returns:
         A model that computes the same function, with these connections at their initial values. It **shares** its

@@ -23,6 +23,7 @@ from attnres.loading_attnres import check_added, check_shapes
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted
+from attnres.value_residual_attnres import value_residual_tensors
 
 from .checkpoint import Checkpoint, find, read_headers
 from .complete import explain_config, loading_report
@@ -48,14 +49,15 @@ def check_whole(model: nn.Module, missing: Collection[str], source: str, *, star
         model: The model as it was loaded.
         missing: The names in `missing_keys` of the loading report.
         source: The directory or Hub id, for the message.
-        starts_anew: Whether the tensors of its residual connections and attention gates may be missing. Loading then
-            gives them their initial values.
+        starts_anew: Whether the tensors of its residual connections, gates and value residuals may be missing. Loading
+            then gives them their initial values.
 
     Raises:
         ValueError: A tensor is missing. The message names one.
     """
     if starts_anew:
-        missing = set(missing) - residual_tensors(model).keys() - gate_tensors(model).keys()
+        added = residual_tensors(model) | gate_tensors(model) | value_residual_tensors(model)
+        missing = set(missing) - added.keys()
     if missing := sorted(missing):
         others = f" and {counted(len(missing) - 1, 'other tensor')}" if len(missing) > 1 else ""
         raise ValueError(f"{source} is incomplete: it lacks `{missing[0]}`{others}. Restore it from its source.")
@@ -166,7 +168,7 @@ def check_before_loading(
         check_memory(needed, subject, "Use a smaller model, or a machine with more memory.")
     report = loading_report(checkpoint, model)
     check_shapes(report["mismatched_keys"], source)
-    for added in (residual_tensors(model), gate_tensors(model)):
+    for added in (residual_tensors(model), gate_tensors(model), value_residual_tensors(model)):
         check_added(model, added, report["missing_keys"], source)
     check_whole(model, report["missing_keys"], source, starts_anew=starts_anew)
     # Missing tensors are drawn at random. In a part, they would get other numbers than in the whole model.

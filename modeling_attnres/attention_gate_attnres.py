@@ -74,14 +74,14 @@ class GatedAttention:
         def gated(x: Tensor) -> Tensor:
             return projection(self.gate(x, logits)) if self.is_before else self.gate(projection(x), logits)
 
-        return self.ungated.forward(_StandIn(self, self.gated, gated), hidden_states, *args, **kwargs)
+        return self.ungated.forward(StandIn(self, self.gated, gated), hidden_states, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle looks up classes by name in a module, but this class is made at run time.
         return _empty, (self.ungated,), vars(self)
 
 
-class _StandIn:
+class StandIn:
     """A view of a module with a function in the place of its child `name`."""
 
     def __init__(self, module: nn.Module, name: str, function: Callable[[Tensor], Tensor]):
@@ -92,14 +92,14 @@ class _StandIn:
 
 
 @cache
-def _gated(ungated: type[nn.Module]) -> type[nn.Module]:
+def gated_class(ungated: type[nn.Module]) -> type[nn.Module]:
     """Return the gated class of a backbone's attention."""
     return type(f"Gated{ungated.__name__}", (GatedAttention, ungated), {"ungated": ungated, "__module__": __name__})
 
 
 def _empty(ungated: type[nn.Module]) -> nn.Module:
     """Return an instance of the gated class, to be filled by pickle or `copy.deepcopy`."""
-    return object.__new__(_gated(ungated))
+    return object.__new__(gated_class(ungated))
 
 
 def _apply(head_dim: int, granularity: str, form: str, activation: str, scale: str, y: Tensor, xw: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
     size = {"elementwise": width, "headwise": heads, "head_shared": width // heads}[granularity]
     # The backbone's layer chooses and makes its attention. To make it again would initialise its weights twice, so only
     # the class changes; the gated class adds `g_proj`.
-    attention.__class__ = _gated(type(attention))
+    attention.__class__ = gated_class(type(attention))
     attention.g_proj = nn.Linear(config.hidden_size, size, bias=False)
     attention.gated, attention.is_before = name, place == "sdpa"
     attention.gate = partial(_apply, width // heads, granularity, form, *function)

@@ -33,6 +33,7 @@ from .residual_attnres import FamilyWarning, ResidualConnection, one_of, require
 from .residual_scalars_attnres import ResidualScalars, ResidualScalarsFields
 from .scaled_attnres import Scaled, ScaledFields
 from .standard_attnres import StandardResidual
+from .value_residual_attnres import ValueResidualFields, check_value_residual
 
 # The connections by name; the first is the default. `register` adds others at run time.
 _AVERAGES = DenseFormer, MUDDFormer, DCA
@@ -118,7 +119,7 @@ BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
 
 
 # The names of the family's fields begin with one of these, or with `{name}_` of a connection.
-_PREFIXES = ("residual_", "depth_attention_", "attention_gate")
+_PREFIXES = ("residual_", "depth_attention_", "attention_gate", "value_residual")
 # Fields of backbones that hold a size, where a backbone has them.
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -141,12 +142,14 @@ class ResidualConfig(
     MHCFields,
     GatedResidualFields,
     GateFields,
+    ValueResidualFields,
     PreTrainedConfig,
 ):
     """Mixin that adds the family's fields to a backbone's configuration.
 
-    The bases declare the fields of connections and gate. `config.json` holds only the fields of the chosen connection
-    and, if there is a gate, of the gate. A connection that is registered at run time adds its fields to this class.
+    The bases declare the fields of connections, gate and value residuals. `config.json` holds only the fields of the
+    chosen connection and, if they are used, of gate and value residuals. A connection that is registered at run time
+    adds its fields to this class.
     """
 
     backbone = ""  # model type of the backbone, a key of `BACKBONES`
@@ -209,6 +212,7 @@ class ResidualConfig(
             setattr(self, field, getattr(self, field, default))
         connection.check(self)
         check_attention_gate(self)
+        check_value_residual(self)
         # `transformers` turns the name in a file into a dtype, but a name may also be set later.
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
         is_dtype = self.dtype is None or isinstance(dtype, torch.dtype)

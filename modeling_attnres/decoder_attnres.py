@@ -34,6 +34,13 @@ from .experts_attnres import call_mlp
 from .loading_attnres import check_added, check_shapes, explain_broken_shard, stored_fields, warn_of_change
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, explain_source, residual_tensors
 from .saving_attnres import complete_save, saved_whole, stage_in
+from .value_residual_attnres import (
+    ValueResidual,
+    add_value_residual,
+    pack_values,
+    unpack_values,
+    value_residual_tensors,
+)
 
 # Model type -> class name. `Trainer`'s label smoothing, pipelines, `transformers serve` and lm-eval look here to tell
 # language models from others. An Auto class's `register` does not write to these tables.
@@ -62,6 +69,7 @@ class ResidualDecoderLayer:
 
     sublayers: Sublayers
     layer_idx: int
+    mixes_values = False  # whether the state between layers also holds the first layer's values
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
         """Add the residual connections to a layer that the backbone has made.
@@ -79,6 +87,8 @@ class ResidualDecoderLayer:
         for i, sublayer in enumerate(sublayers):
             _add_connection(self, sublayer.name, config, layer_idx * len(sublayers) + i)
         add_attention_gate(self, config)
+        add_value_residual(self, config)
+        self.mixes_values = config.value_residual is not None
 
     def move_to(self, layer_idx: int) -> None:
         """Set the layer's index in the decoder, after layers were moved or removed."""
@@ -98,30 +108,39 @@ class ResidualDecoderLayer:
             The state; after the last layer the input `[batch, seq, hidden]` of the final norm.
         """
         state, reader = hidden_states, reader or DepthReader()
+        if self.mixes_values:
+            state, first_values = unpack_values(state)
         for sublayer in self.sublayers:
             inputs, is_normed, state = reader.read(self, sublayer.name, state, sublayer.first)  # (batch, seq, hidden)
             outputs = []
             for branch in sublayer.branches:
                 output = inputs
                 for name in branch[is_normed:]:  # without the first module, if the read has applied that norm
-                    module, is_attention = getattr(self, name), name in ("attention", "self_attn")
-                    output = self.attend(module, output, **kwargs) if is_attention else call_mlp(module, output)
+                    module = getattr(self, name)
+                    if name not in ("attention", "self_attn"):
+                        output = call_mlp(module, output)
+                    elif self.mixes_values:
+                        output, *_, first_values = self.attend(module, output, first_values=first_values, **kwargs)
+                    else:
+                        output = self.attend(module, output, **kwargs)[0]
                 outputs.append(output)
             output = sum(outputs[1:], outputs[0])
             if sublayer.multiplier is not None:
                 output = output * getattr(self, sublayer.multiplier)
             state = getattr(self, f"{sublayer.name}_proj").write(state, output)
+        if self.mixes_values:
+            state = pack_values(state, first_values)
         return reader.after(self.layer_idx, state)
 
-    def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
-        """Return the output `[batch, seq, hidden]` of an attention, without its attention weights.
+    def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> tuple[Any, ...]:
+        """Call an attention, and return its results. The first is its output `[batch, seq, hidden]`.
 
         Args:
             attention: the layer's attention module.
             hidden_states: its input `[batch, seq, hidden]`.
             kwargs: its other arguments.
         """
-        return attention(hidden_states, **kwargs)[0]
+        return attention(hidden_states, **kwargs)
 
 
 class DepthReader:
@@ -158,7 +177,7 @@ class DepthReader:
         if hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer"):
             raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
         is_normed = connection.takes_norm and first is not None
-        argument = getattr(owner, first) if is_normed else None if norm is None else norm()
+        argument = _as_function(getattr(owner, first)) if is_normed else None if norm is None else norm()
         inputs, _, state = connection(state, argument)
         return inputs, is_normed, state
 
@@ -172,7 +191,9 @@ class DepthReader:
         if self.model is None:
             return state
         last = min(self.model.config.num_hidden_layers, len(self.model.layers)) - 1  # early exit runs fewer
-        return self.read(self.model, "output_attn_res", state)[0] if layer_idx == last else state
+        if layer_idx != last:
+            return state
+        return self.read(self.model, "output_attn_res", unpack_values(state)[0])[0]
 
 
 class ResidualPreTrainedModel:
@@ -218,6 +239,8 @@ class ResidualPreTrainedModel:
         super().post_init()
         if CONNECTIONS[self.config.residual_connection].form(self.config).float32:
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "*_res_proj"}
+        if self.config.value_residual is not None:
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "value_residual"}
         # A model that is made in 16 bits has all tensors in 16 bits. `from_pretrained` keeps the dtypes that it finds.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         kept = self._tensors_kept_in_float32()
@@ -262,7 +285,7 @@ class ResidualPreTrainedModel:
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, ResidualConnection):
+        if isinstance(module, (ResidualConnection, ValueResidual)):
             module.reset_parameters()
         elif isinstance(module, ResidualNorm):
             init.ones_(module.weight)
@@ -301,7 +324,7 @@ class ResidualPreTrainedModel:
             model, info = super().from_pretrained(source, *args, **kwargs)
         if not options.get("ignore_mismatched_sizes"):  # `transformers` ignored them, see above
             check_shapes(info["mismatched_keys"], source)
-        for added in (residual_tensors(model), gate_tensors(model)):
+        for added in (residual_tensors(model), gate_tensors(model), value_residual_tensors(model)):
             check_added(model, added, info["missing_keys"], source)
         if source is not None:
             # By the class of the model: a config.json may hold the fields in another form than the configuration does.
@@ -510,6 +533,15 @@ class PooledByMask(GenericForSequenceClassification):
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         names = {field.name for field in fields(SequenceClassifierOutputWithPast)} & outputs.keys()
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
+
+
+def _as_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a function that calls a module. Offloading engines move arguments that have a method `to`; it has none."""
+
+    def call(x: Tensor) -> Tensor:
+        return module(x)
+
+    return call
 
 
 def _by_own_names(*path: str | Path) -> bool:

@@ -25,6 +25,7 @@ from .modeling_attnres import (
     AttnResPreTrainedModel,
 )
 from .residual_attnres import ResidualConnection, residual_tensors
+from .value_residual_attnres import value_residual_tensors
 
 
 def add_backbone(model_type: str, sublayers: Sublayers) -> None:
@@ -84,8 +85,18 @@ def register_residual_connection(connection: type[ResidualConnection]) -> type[R
     return connection
 
 
+# Published variants that are settings of a connection -> their fields. `retrofit`, `convert --residual` and the recipe
+# key `retrofit` take these names; a configuration from scratch takes the fields: `load(NAME, **PRESETS["delta"])`.
+PRESETS: dict[str, dict[str, Any]] = {
+    # MHAR (arXiv 2607.27230), best with 4 to 8 heads.
+    "multi_head": {"residual_connection": "attn_res", "attn_res_heads": 4},
+    # Delta (arXiv 2605.18855): depth attention, times a scalar that starts at zero, beside an unchanged stream.
+    "delta": {"residual_connection": "attn_res", "attn_res_gated": True, "attn_res_scale": "mean"},
+}
+
+
 def peft_modules_to_save(model: nn.Module) -> list[str]:
-    """List the modules with the residual connections' tensors, for PEFT's `modules_to_save`.
+    """List the modules with the tensors of residual connections and value residuals, for PEFT's `modules_to_save`.
 
     PEFT freezes every tensor that is not a target, and `all-linear` does not target these: they are vectors. Listed in
     `modules_to_save`, they are trained whole and saved with the adapter.
@@ -100,7 +111,7 @@ def peft_modules_to_save(model: nn.Module) -> list[str]:
     Returns:
         Names of modules in their parent, such as `mlp_res_proj`; an empty list for a standard model.
     """
-    return sorted({name.split(".")[-2] for name in residual_tensors(model)})
+    return sorted({name.split(".")[-2] for name in residual_tensors(model) | value_residual_tensors(model)})
 
 
 def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +161,7 @@ __all__ = [
     "BACKBONES",
     "CONNECTIONS",
     "DEPTH_ATTENTION",
+    "PRESETS",
     "AttnResConfig",
     "AttnResForCausalLM",
     "AttnResForSequenceClassification",

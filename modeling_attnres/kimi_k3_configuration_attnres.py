@@ -387,6 +387,7 @@ class AttnResKimiK3Config(AttnResConfig):
         gate = self._released_gate()
         allowed = f"{gate!r} where `mla_use_output_gate` is {self.mla_use_output_gate}. Set `mla_use_output_gate` alone"
         require(self, "attention_gate", self.attention_gate == gate, allowed)
+        require(self, "value_residual", self.value_residual is None, "null: Kimi K3 has no value residuals")
         allowed = "those of `num_experts`, `first_k_dense_replace` and `moe_layer_freq`"
         require(self, "mlp_layer_types", self.mlp_layer_types == self._released_mlp_types(), allowed)
         for name, value in self._unknown_fields().items():

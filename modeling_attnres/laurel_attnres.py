@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .residual_attnres import ResidualConnection, field_defaults, one_of, require
+from .residual_attnres import DepthState, ResidualConnection, field_defaults, one_of, require
 from .streams_attnres import require_integer, wide
 
 _FORMS = "rw", "lr", "rw_lr"
@@ -33,7 +33,7 @@ class LAuReLFields:
 
 
 class LAuReL(ResidualConnection):
-    """LAuReL. State: the stream `[batch, seq, hidden]`.
+    """LAuReL. State: the stream `[batch, seq, hidden]`; from a read to its write also the write's other terms.
 
     Tensors, where the form has them: `weights` `[2]`, the logits of `a` and `b`; `down` `[r, hidden]`, which is A, and
     `up` `[hidden, r]`, which is B. The output has none.
@@ -94,19 +94,30 @@ class LAuReL(ResidualConnection):
             init.copy_(self.down, start)
             init.zeros_(self.up)
 
-    def mix(self, state: Tensor, coefficients: None) -> tuple[Tensor, Tensor]:
-        """Return the stream as input and as state."""
-        return state, state
+    def coefficients(self, state: Tensor, norm: None = None) -> tuple[Tensor, Tensor] | None:
+        """Compute `a` and `b`, each `[1]`; `None` if they are 1."""
+        return None if self.weights is None else (2 * self.weights.to(wide(state)).softmax(0)).split(1)
 
-    def write(self, state: Tensor, output: Tensor) -> Tensor:
-        """Add an output `[batch, seq, hidden]` to the stream, each with its weight, and the map of the stream."""
-        if self.weights is None:
-            result = state + output
-        else:
-            # The sum is rounded once, at the end.
-            a, b = (2 * self.weights.to(wide(state)).softmax(0)).split(1)
-            result = (b * state + a * output).to(state.dtype)
-        return result if self.down is None else result + F.linear(F.linear(state, self.down), self.up)
+    def mix(self, state: Tensor, coefficients: tuple[Tensor, Tensor] | None) -> tuple[Tensor, DepthState]:
+        """Return the stream as input; and as state the stream, its part of the write's result, and `a`.
+
+        The read computes this part, because engines that divide or offload a module hold its tensors only while it is
+        called.
+        """
+        kept, factors = state, ()
+        if coefficients is not None:
+            a, b = coefficients
+            kept, factors = b * state, (a,)  # not rounded before the output is added
+        if self.down is not None:
+            kept = kept + F.linear(F.linear(state, self.down), self.up)
+        return state, (state, kept, *factors)
+
+    def write(self, state: DepthState, output: Tensor) -> Tensor:
+        """Add an output `[batch, seq, hidden]`, times its weight."""
+        stream, kept, *factors = state if isinstance(state, tuple) else (state, state)
+        for factor in factors:
+            output = factor * output
+        return (kept + output).to(stream.dtype)
 
 
 class LowRankLAuReL(LAuReL):

@@ -18,6 +18,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from .attention_gate_attnres import GATE_FIELDS, gate_tensors
 from .configuration_attnres import CONNECTIONS
 from .residual_attnres import FamilyWarning, residual_tensors
+from .value_residual_attnres import value_residual_tensors
 
 
 def check_added(model: nn.Module, added: dict, missing: Collection[str], source: str | os.PathLike) -> None:
@@ -110,6 +111,15 @@ def warn_of_change(
         message = (
             f"{source}: its config.json has the `attention_gate` {config.attention_gate!r}, but its weights hold no "
             "gate, so the gates start at random. Restore them, or remove the field."
+        )
+        warnings.warn(message, FamilyWarning, stacklevel=3)
+    values, start = value_residual_tensors(model), stored.get("value_residual")
+    if (start is None) != (config.value_residual is None) and config.value_residual != "standard":
+        changed["value_residual"] = start, config.value_residual
+    elif values and config.value_residual == "half" and not values.keys() - set(info["missing_keys"]):
+        message = (
+            f"{source}: its config.json has value residuals, but its weights hold no coefficients, so they start at "
+            "1/2. Restore them, or remove the field."
         )
         warnings.warn(message, FamilyWarning, stacklevel=3)
     if changed:

@@ -43,7 +43,7 @@ class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLay
             if accelerated is not None:
                 accelerated.accelerate_delta_attention(self.self_attn)
 
-    def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
+    def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> tuple[Any, ...]:
         """Call full attention or delta attention with the arguments that it takes; see the base class."""
         if self.block_type == "full_attention":
             kwargs = {name: value for name, value in kwargs.items() if name not in _OF_DELTA_ATTENTION}
@@ -51,7 +51,7 @@ class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLay
         # Delta attention takes no positions, and returns only the output.
         names = ("attention_mask", *_OF_DELTA_ATTENTION)
         kwargs_of_delta = {name: kwargs[name] for name in names if name in kwargs}
-        return attention(hidden_states, cache_of(kwargs), **kwargs_of_delta)
+        return (attention(hidden_states, cache_of(kwargs), **kwargs_of_delta),)
 
 
 class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreTrainedModel):

@@ -108,7 +108,9 @@ class ResidualConnection(nn.Module):
     # channels share: rounding them can move the logits more than rounding the rest of the model does.
     float32: ClassVar[bool] = False
     mixes_channels: ClassVar[bool] = False  # whether a channel of an input may depend on other channels of the state
-    takes_norm: ClassVar[bool] = False  # whether a read gets the sublayer's norm module, and returns a normed input
+    takes_norm: ClassVar[bool] = False  # whether a read gets the sublayer's norm, and returns a normed input
+    # Tensor -> factor of the learning rate, for tensors that need another rate. Optimizers of `attnres` read it.
+    rate_factors: ClassVar[dict[str, float]] = {}
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__()
@@ -185,7 +187,7 @@ class ResidualConnection(nn.Module):
 
         Args:
             state: the state before the read.
-            norm: the key norm's weight `[hidden]` if `has_norm`, the sublayer's norm module if `takes_norm`.
+            norm: the key norm's weight `[hidden]` if `has_norm`; if `takes_norm`, a function, the sublayer's norm.
 
         Returns:
             Any value, which `mix` takes; `None` if nothing depends on the state.
@@ -194,7 +196,9 @@ class ResidualConnection(nn.Module):
     def mix(self, state: DepthState, coefficients: Any) -> tuple[Tensor, DepthState]:
         """Compute a sublayer's input `[batch, seq, hidden]` and the state after the read.
 
-        It is linear in the state, as `write` is: analysis derives the mixing matrix from both.
+        It is linear in the state, as `write` is: analysis derives the mixing matrix from both. A write must not use the
+        connection's tensors, since engines that divide or offload modules hold them only during a read, the call of the
+        module. The state after the read has what the write needs.
 
         Args:
             state: the state before the read.
@@ -259,4 +263,15 @@ def residual_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
         for module_name, module in model.named_modules()
         if isinstance(module, (ResidualConnection, ResidualNorm))
         for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def residual_rate_factors(model: nn.Module) -> dict[nn.Parameter, float]:
+    """Return factors of the learning rate for the tensors that need another rate (`rate_factors`)."""
+    return {
+        parameter: module.rate_factors[name]
+        for module in model.modules()
+        if isinstance(module, ResidualConnection)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in module.rate_factors
     }

@@ -11,9 +11,10 @@
     depth         sqrt((k - 1) / k)   sqrt(1 / k)        0     nothing; k = l + 2 (Beam)
     mixed         sqrt(1 - beta^2)    sigmoid(w / 0.3)   0     w `[d]`, from beta = sqrt(1 / k) (Muse Spark)
 
-A learned factor is stored as its difference from 1 or, in `mixed`, w as its difference from the start. The first five
-forms start as the standard model, the first two with `scaled_start=1`. With `depth`, the stream is the standard one
-times `(1 + l)^(-1/2)`, so a norm's epsilon acts `1 + l` times as strongly; so it is with `mixed` at its start.
+A learned factor is stored as its difference from 1 or, in `mixed`, w as its difference from the start; there `alpha^2`
+is at least 1e-3. The first five forms start as the standard model, the first two with `scaled_start=1`. With `depth`,
+the stream is the standard one times `(1 + l)^(-1/2)`, so a norm's epsilon acts `1 + l` times as strongly; so it is with
+`mixed` at its start.
 """
 
 import math
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .residual_attnres import ResidualConnection, field_defaults, is_number, one_of, require
+from .residual_attnres import DepthState, ResidualConnection, field_defaults, is_number, one_of, require
+from .streams_attnres import wide
 
 # Form -> whether an untrained model computes what the standard model computes, if `scaled_start` is 1.
 _FORMS = {
@@ -36,7 +38,7 @@ _FORMS = {
     "depth": False,
     "mixed": False,
 }
-_TEMPERATURE, _LEAST = 0.3, 1e-3  # of `mixed`
+_TEMPERATURE, _LEAST = 0.3, 1e-3  # of `mixed`; the second bounds `alpha^2`
 
 
 class ScaledFields:
@@ -50,7 +52,7 @@ class ScaledFields:
 
 
 class Scaled(ResidualConnection):
-    """A residual stream with factors. State: the stream `[batch, seq, hidden]`.
+    """A residual stream with factors. State: the stream `[batch, seq, hidden]` and, from a read to its write, factors.
 
     Tensors, where the form has them: `weight` `[hidden]` or `[1]`, and `shift` `[hidden]`. The output has neither.
     """
@@ -130,25 +132,37 @@ class Scaled(ResidualConnection):
         weight = self.weight.to(dtype)
         if self.form_name == "mixed":
             start = _TEMPERATURE * torch.logit(torch.tensor(k**-0.5, dtype=torch.float64)).item()
-            beta = ((start + weight) / _TEMPERATURE).sigmoid().clamp(_LEAST, 1 - _LEAST)
-            return (1 - beta * beta).sqrt(), beta
+            logits = (start + weight) / _TEMPERATURE
+            beta, rest = logits.sigmoid(), (-logits).sigmoid()  # `1 - beta` would round to 0
+            return (rest * (1 + beta)).clamp(min=_LEAST).sqrt(), beta
         scaled = 1 + weight
         if self.form_name == "layer":
             return scaled, scaled
         return (1.0, scaled) if self.form_name in ("layer_scale", "rezero") else (scaled, 1.0)
 
-    def mix(self, state: Tensor, coefficients: None) -> tuple[Tensor, Tensor]:
-        """Return the stream as input and as state."""
-        return state, state
-
-    def write(self, state: Tensor, output: Tensor) -> Tensor:
-        """Combine stream and output `[batch, seq, hidden]`, in float32 or wider, rounded once."""
-        dtype = torch.promote_types(state.dtype, torch.float32)
+    def coefficients(self, state: Tensor, norm: None = None) -> tuple[Tensor | float, ...] | None:
+        """Compute `alpha`, `beta` and, if there is one, `alpha c`; `None` if the factors are 1."""
+        dtype = wide(state)
         alpha, beta = self.factors(dtype)
-        stream = state if self.shift is None else state + self.shift.to(dtype)
-        if isinstance(alpha, Tensor) or isinstance(beta, Tensor) or alpha != 1:
-            return (alpha * stream.to(dtype) + beta * output.to(dtype)).to(state.dtype)
-        return stream + output
+        if not isinstance(alpha, Tensor) and not isinstance(beta, Tensor) and alpha == 1:
+            return None
+        return (alpha, beta) if self.shift is None else (alpha, beta, alpha * self.shift.to(dtype))
+
+    def mix(self, state: Tensor, coefficients: tuple[Tensor | float, ...] | None) -> tuple[Tensor, DepthState]:
+        """Return the stream as input, and with the factors of the write as state.
+
+        The read computes these factors, because engines that divide or offload a module hold its tensors only while it
+        is called.
+        """
+        return state, state if coefficients is None else (state, *coefficients)
+
+    def write(self, state: DepthState, output: Tensor) -> Tensor:
+        """Combine stream and output `[batch, seq, hidden]`, in float32 or wider, rounded once."""
+        if isinstance(state, Tensor):
+            return state + output
+        stream, alpha, beta, *shift = state
+        dtype = wide(stream)
+        return sum(shift, alpha * stream.to(dtype) + beta * output.to(dtype)).to(stream.dtype)
 
 
 __all__ = ["Scaled", "ScaledFields"]

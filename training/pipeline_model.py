@@ -77,6 +77,10 @@ def check_model(model: PreTrainedModel) -> None:
             f"`pipeline` of the recipe needs a language model of the family, not {config.model_type}. Put its residual "
             "connections in by `attnres convert`, or by 'retrofit={residual: standard}', which keeps them as they are."
         )
+    if config.value_residual is not None:
+        raise ValueError(
+            "`pipeline` of the recipe does not carry the first layer's values: leave out `value_residual`."
+        )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "`pipeline` of the recipe cannot compute the routers' auxiliary loss, which reads the routers of all "

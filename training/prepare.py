@@ -212,8 +212,9 @@ def _is_retrofitted(config: PreTrainedConfig) -> bool:
     config = config.get_text_config()
     if not isinstance(config, ResidualConfig):
         return False
-    # A conversion may have added only a gate.
-    return config.residual_connection != "standard" or config.attention_gate is not None
+    # A conversion may have added only a gate, or only value residuals.
+    has_others = config.attention_gate is not None or config.value_residual is not None
+    return config.residual_connection != "standard" or has_others
 
 
 def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

@@ -116,6 +116,10 @@ def _check_model(model: PreTrainedModel) -> ResidualModel:
         )
     if (getattr(model.config.distributed_config, "ep_size", None) or 1) > 1:
         raise ValueError("the sequence cannot be divided beside expert parallelism: leave out `ep_size`.")
+    if decoder.config.value_residual is not None:
+        raise ValueError(
+            "the sequence of a model with value residuals cannot be divided: use tensor parallelism alone."
+        )
     if "forward" in vars(decoder):
         raise ValueError("the sequence of this model is divided already, or another tool has replaced its `forward`.")
     return decoder

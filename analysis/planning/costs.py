@@ -22,7 +22,7 @@ class Costs:
         job: The job. Layouts may use another number of devices.
 
     Raises:
-        ValueError: The context is longer than the model's.
+        ValueError: The context is longer than the model's, or the model has value residuals.
     """
 
     def __init__(self, config: ResidualConfig, job: Job):
@@ -32,6 +32,8 @@ class Costs:
                 f"The context must be at most {longest:,} tokens (`max_position_embeddings` of the model), got "
                 f"{job.context:,}."
             )
+        if config.value_residual is not None:
+            raise ValueError("A plan does not count the first layer's values: leave out `value_residual`.")
         self.config, self.job = config, job
         self._traces: dict[tuple, Trace] = {}
         self._stages: dict[tuple, StageWeights] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from attnres import BACKBONES, CONNECTIONS, AttnResConfig
+from attnres import BACKBONES, CONNECTIONS, PRESETS, AttnResConfig
 from attnres.commands import connections
 from attnres.commands.app import app
 from attnres.commands.options_convert import DEFAULT_RESIDUAL, Scale
@@ -104,7 +104,7 @@ def test_these_commands_import_nothing_heavy_and_write_nothing(seen):
     "words, expected",
     [
         ("attnres con", {"convert"}),
-        ("attnres convert --residual ", set(CONNECTIONS)),
+        ("attnres convert --residual ", {*CONNECTIONS, *PRESETS}),
         ("attnres train pre", {"pretrain"}),
     ],
 )
@@ -117,20 +117,29 @@ def test_the_shell_completes_commands_names_and_recipes(words, expected, tmp_pat
 def test_the_table_of_connections_matches_the_registry():
     assert connections.CONNECTIONS.keys() == CONNECTIONS.keys()
     assert DEFAULT_RESIDUAL == DEFAULT_CONNECTION
-    for name, (_, options) in connections.CONNECTIONS.items():
-        assert set(options) == set(retrofit_options(name))
+    assert connections.PRESETS.keys() == PRESETS.keys()
+    for name, connection in (connections.CONNECTIONS | connections.PRESETS).items():
+        assert set(connection.options) == set(retrofit_options(name))
+        of = PRESETS.get(name, {}).get("residual_connection", name)
+        assert connection.is_exact == (CONNECTIONS[of].retrofit is not None)
     for scale in Scale:
         AttnResConfig(attn_res_scale=scale.value).check_fields()
 
 
 @pytest.mark.parametrize(
     "kind, expected",
-    [("backbones", BACKBONES), ("configurations", names()), ("connections", CONNECTIONS), ("tasks", benchmarks())],
+    [
+        ("backbones", BACKBONES),
+        ("configurations", names()),
+        ("connections", CONNECTIONS | PRESETS),
+        ("tasks", benchmarks()),
+    ],
 )
 def test_list_prints_every_name(kind, expected):
     heading, *listed = CliRunner().invoke(app, ["list", kind]).stdout.splitlines()
     assert heading.startswith(("Backbones", "Configurations", "Residual connections", "Benchmarks"))
     assert [line.split()[0] for line in listed] == list(expected)
+    assert kind != "connections" or (max(map(len, listed)) <= 100 and len(listed) < 24)  # one screen
 
 
 @pytest.mark.slow

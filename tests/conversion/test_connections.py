@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from attnres import CONNECTIONS
+from attnres import CONNECTIONS, PRESETS
 from attnres.commands import options_convert
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_options
@@ -229,6 +229,23 @@ def test_fields_that_are_set_by_name_give_another_form_that_is_exact(sources, tm
     for options in (["--to", "standard"], ["--set-block-size", "2"]):
         error = convert(tmp_path / "result", tmp_path / "again", *options).error
         assert f"`{gate}` is trained" in error
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_with_value_residuals_is_exact_and_undone_until_it_is_trained(preset, sources, tmp_path):
+    options = ["--residual", preset, "--block-size", "2", "--set", "value_residual=standard"]
+    run = convert_well(sources / "llama", tmp_path / "result", *options)
+    assert "Verified: " in run.out and ", value residuals" in run.out
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
+    assert (PRESETS[preset] | {"attn_res_block_size": 2}).items() <= result.config.to_dict().items()
+    assert_exact(result, AutoModelForCausalLM.from_pretrained(sources / "llama"))
+    convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
+    before, after = files_of(sources / "llama"), files_of(tmp_path / "back")
+    assert [file for file in before if after[file] != before[file] and not file.endswith("index.json")] == []
+    name = "model.layers.1.self_attn.value_residual.weight"
+    change_tensors(tmp_path / "result", {name: torch.ones(2)})
+    error = convert(tmp_path / "result", tmp_path / "again", "--to", "standard").error
+    assert f"`{name}` is not zero: its attention sees values of the first layer" in error
 
 
 def test_static_weights_cannot_be_regrouped(sources, tmp_path):

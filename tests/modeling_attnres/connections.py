@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.residual_attnres import ResidualConnection, residual_tensors
+from attnres.value_residual_attnres import VALUE_RESIDUAL_FIELDS, value_residual_tensors
 
 from ..caches import CACHE
 
@@ -64,12 +65,12 @@ def build(backbones: ModuleType, case: str, connection: str, **fields) -> PreTra
 
 def build_start(backbones: ModuleType, case: str, connection: str, **fields) -> PreTrainedModel:
     """Build the same model with connections at their initial values: a retrofit of `backbones.build(case)`."""
-    standard = backbones.build(case, **fields)
+    standard = backbones.build(case, **{name: fields[name] for name in fields if name not in VALUE_RESIDUAL_FIELDS})
     torch.manual_seed(3)
     config = backbones.member_config(case, **fields_of(connection) | fields)
     model = AutoModelForCausalLM.from_config(config).eval()
     missing, unexpected = model.load_state_dict(standard.state_dict(), strict=False)
-    assert not unexpected and set(missing) == set(residual_tensors(model))
+    assert not unexpected and set(missing) == {*residual_tensors(model), *value_residual_tensors(model)}
     return model
 
 
@@ -163,9 +164,11 @@ def check_derivatives(connections: list[ResidualConnection], std: float = 0.5, *
             own = {name: tensor for (owner, name), tensor in zip(names, tensors) if owner == i}
             # Not `functional_call`, which gives the tensors to one call: the write needs them too.
             with nn.utils.stateless._reparametrize_module(connection, own):
-                read, _, state = connection(state)
+                is_output = i == len(connections) - 1
+                norm = nn.RMSNorm(4, 0.1).double() if connection.takes_norm and not is_output else None
+                read, _, state = connection(state, norm)
                 inputs.append(read)
-                if i < len(connections) - 1:
+                if not is_output:
                     state = connection.write(state, torch.sin(read + i))  # the output depends on the input
         return torch.stack(inputs)
 

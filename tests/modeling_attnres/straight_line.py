@@ -23,12 +23,14 @@ def logits(tensors: Mapping[str, Tensor], config: Any, token_ids: Tensor) -> Ten
     """Compute float64 logits `[batch, seq, vocab]` of `token_ids` `[batch, seq]` from the state dict `tensors`."""
     tensors = {name.removeprefix("model."): tensor.detach().double() for name, tensor in tensors.items()}
     outputs = [tensors["embed_tokens.weight"][token_ids]]  # v_0, v_1, ...
+    first_values: list[Tensor] = []  # V_1 of value residuals, after the first layer
     for layer in range(config.num_hidden_layers):
         weights = _below(tensors, f"layers.{layer}.")
         x = _rms_norm(_read(outputs, weights, "self_attention_res", config), config.rms_norm_eps)
         kind = "llama" if config.backbone == "llama" else config.layer_types[layer]
         attention = {"linear_attention": _kda, "full_attention": _mla, "llama": _grouped}[kind]
-        outputs.append(attention(x * weights["input_layernorm.weight"], _below(weights, "self_attn."), config))
+        x, below = x * weights["input_layernorm.weight"], _below(weights, "self_attn.")
+        outputs.append(attention(x, below, config, first_values))
         x = _rms_norm(_read(outputs, weights, "mlp_res", config), config.rms_norm_eps)
         mlp = _moe if kind != "llama" and config.mlp_layer_types[layer] == "sparse" else _mlp
         outputs.append(mlp(x * weights["post_attention_layernorm.weight"], _below(weights, "mlp."), config))
@@ -54,7 +56,7 @@ def _read(outputs: list[Tensor], weights: Mapping[str, Tensor], name: str, confi
     return h * len(sources) if config.attn_res_scale == "sum" else h
 
 
-def _kda(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
+def _kda(x: Tensor, weights: Mapping[str, Tensor], config: Any, first_values: list[Tensor]) -> Tensor:
     """Kimi Delta Attention, token by token, with a state `S` `[keys, values]` per head:
 
     S_t = diag(exp(g_t)) S_{t-1};  S_t += beta_t k_t (v_t - S_t^T k_t)^T;  o_t = S_t^T q_t / sqrt(keys)
@@ -85,7 +87,7 @@ def _kda(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
     return o.reshape(batch, length, heads * width) @ weights["o_proj.weight"].T
 
 
-def _mla(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
+def _mla(x: Tensor, weights: Mapping[str, Tensor], config: Any, first_values: list[Tensor]) -> Tensor:
     """Multi-head latent attention without position encoding: keys and values come from one latent per token."""
     batch, length, _ = x.shape
     heads, rank, own = config.num_attention_heads, config.kv_lora_rank, config.qk_nope_head_dim
@@ -99,6 +101,7 @@ def _mla(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
     latent = x @ weights["kv_a_proj_with_mqa.weight"].T
     k_shared = latent[..., rank:]  # one key for all heads
     latent = _rms_norm(latent[..., :rank], LATENT_EPS) * weights["kv_a_layernorm.weight"]
+    latent = _mixed(latent, weights, first_values)
     kv = (latent @ weights["kv_b_proj.weight"].T).reshape(batch, length, heads, own + config.v_head_dim)
     k_own, v = kv[..., :own], kv[..., own:]
 
@@ -112,14 +115,14 @@ def _mla(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
     return _project_output(o, x, weights, config)
 
 
-def _grouped(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
+def _grouped(x: Tensor, weights: Mapping[str, Tensor], config: Any, first_values: list[Tensor]) -> Tensor:
     """Attention of Llama: several query heads share a key and value head, channels `c` and `c + width / 2` rotate."""
     batch, length, _ = x.shape
     heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    projected = {place: x @ weights[f"{place[0]}_proj.weight"].T for place in ("query", "key", "value")}
+    projected["value"] = _mixed(projected["value"], weights, first_values)
     q, k, v = (
-        _gated(place, x @ weights[f"{place[0]}_proj.weight"].T, x, weights, config, count).reshape(
-            batch, length, count, width
-        )
+        _gated(place, projected[place], x, weights, config, count).reshape(batch, length, count, width)
         for place, count in (("query", heads), ("key", groups), ("value", groups))
     )
     pair = torch.arange(width // 2, dtype=torch.float64)
@@ -136,6 +139,16 @@ def _grouped(x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:
             scores = torch.einsum("bd,bsd->bs", q[:, t, head], k[:, : t + 1, group]) / width**0.5
             o[:, t, head] = torch.einsum("bs,bsd->bd", scores.softmax(-1), v[:, : t + 1, group])
     return _project_output(o, x, weights, config)
+
+
+def _mixed(values: Tensor, weights: Mapping[str, Tensor], first_values: list[Tensor]) -> Tensor:
+    """Compute `c_1 V_1 + c_2 V_l`, if there are value residuals; the first layer's values become `V_1`."""
+    if not first_values:
+        first_values.append(values)
+    if "value_residual.weight" not in weights:
+        return values
+    c_1, rest = weights["value_residual.weight"]
+    return c_1 * first_values[0] + (1 + rest) * values
 
 
 def _project_output(o: Tensor, x: Tensor, weights: Mapping[str, Tensor], config: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnres
@@ -73,6 +74,7 @@ def test_the_code_beside_the_weights_gives_the_same_without_the_package(backbone
         for case in BACKBONES
         for connection in (CONNECTIONS if case == BACKBONES[0] else QUICK)
     }
+    models["values"] = build(backbones, "llama", "mhc", value_residual="half")
     folder, token_ids = tmp_path / "models", backbones.token_ids()
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -198,6 +200,15 @@ def test_a_model_materialised_from_the_meta_device_has_its_initial_values(backbo
             assert (tensor.std() / start[name].std()).item() == pytest.approx(1, rel=max(rel, 0.1)), name
         else:
             assert torch.equal(tensor, start[name]), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("connection", CONNECTIONS)
+def test_a_connection_reads_its_tensors_only_when_it_is_called(backbones, connection):
+    """Offloading and FSDP2 hold the tensors of a module only during its call."""
+    model, token_ids = build(backbones, "llama", connection), backbones.token_ids()
+    expected = model(token_ids).logits
+    assert torch.equal(cpu_offload(model)(token_ids).logits, expected)
 
 
 COMPILE = """

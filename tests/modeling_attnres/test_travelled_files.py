@@ -59,21 +59,21 @@ def files(code) -> dict[str, str]:
     return code["kimi_linear"] | code["llama"]
 
 
-GATE = "attention_gate_attnres.py"
+OF_ATTENTION = {"attention_gate_attnres.py", "value_residual_attnres.py"}
 
 
 def of_connections(files: dict[str, str]) -> set[str]:
-    return set(files) - FAMILY - {GATE}
+    return set(files) - FAMILY - OF_ATTENTION
 
 
-def test_each_model_travels_with_the_files_of_its_backbone_the_gate_and_all_connections(code, files):
+def test_each_model_travels_with_the_files_of_its_backbone_its_attention_and_all_connections(code, files):
     assert set(code["kimi_linear"]) == set(files) - {"backbones_attnres.py"}
     assert set(code["llama"]) == set(files) - LINEAR_ATTENTION
     assert all(code["llama"].get(name, text) == text for name, text in code["kimi_linear"].items())
     classes = {base for connection in CONNECTIONS.values() for base in connection.__mro__}
     modules = {base.__module__.rpartition(".")[2] for base in classes}
     own_files = {f"{module}.py" for module in modules if module.endswith("_attnres")}  # bases included
-    assert set(files) >= FAMILY | {GATE} and of_connections(files) == own_files - FAMILY
+    assert set(files) >= FAMILY | OF_ATTENTION and of_connections(files) == own_files - FAMILY
 
 
 def test_travelled_files_import_only_libraries_each_other_and_the_optional_acceleration(files):
