@@ -29,7 +29,7 @@ HEADINGS = {
     "parameters; activated: per token, without the embedding and the output projection, lm_head",
     Listed.recipes: "Recipes (attnres train NAME)",
     Listed.connections: "Residual connections (attnres convert --residual NAME): whether a retrofit is exact; "
-    "state, in tensors [tokens, d]; used by; meaning",
+    "its state, in tensors [batch, seq, hidden]; an architecture that has it; its meaning",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
     Listed.backbones: "Backbones of the models that attnres convert takes",
 }
@@ -48,7 +48,7 @@ def list_names(
     """
     console = Console(highlight=False)
     for listed in [kind] if kind else Listed:
-        console.print(HEADINGS[listed], style="bold", soft_wrap=True)
+        console.print(HEADINGS[listed], style="bold", soft_wrap=True, markup=False)
         if listed in (Listed.configurations, Listed.connections):
             lines = _sizes() if listed == Listed.configurations else list_connections()
             console.print(*(f"  {line}" for line in lines), sep="\n", soft_wrap=True, markup=False)
