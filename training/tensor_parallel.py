@@ -75,7 +75,7 @@ def check_head(model: PreTrainedModel) -> PreTrainedModel:
     """Check that the head of a divided model has the part of its weight that its plan says.
 
     The plan of GPT-NeoX divides the head, but not the embedding. If the two are tied, every rank has the whole weight,
-    and `transformers` gathers the logits of the ranks to rows that are as many times too long.
+    and the head of `transformers` fails, which expects a part.
 
     Args:
         model: A model, divided by `transformers` or not.
