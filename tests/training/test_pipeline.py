@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.distributed import DistributedConfig
 
@@ -121,6 +122,37 @@ def test_chunks_keep_the_documents_of_a_row_apart(tiny_model, token_ids):
     assert by_chunks == pytest.approx(model(token_ids, **batch, use_cache=False).loss.item(), rel=1e-6)
     batch["position_ids"] = places[1:].expand(2, -1)
     assert by_chunks != pytest.approx(model(token_ids, **batch, use_cache=False).loss.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("connection", ["attn_res", "denseformer", "dca", "gated_residual"])
+def test_a_backward_pass_in_two_parts_gives_the_gradients_of_one(connection, token_ids):
+    """Layers of the chunk read tensors that it sends, which the engine cuts off their graph after the first part."""
+    fields = {"num_hidden_layers": 6, "residual_connection": connection}
+    fields |= {"attn_res_block_size": 3} if connection == "attn_res" else {}
+    config = config_on("llama")(vocab_size=99, hidden_size=16, num_attention_heads=2, intermediate_size=24, **fields)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    make_vivid(model)
+    chunks = chunks_of(model, [range(1), range(1, 4), range(4, 6)], 3)
+    state = [torch.randn(piece.shape) for piece in chunks[1].received]
+    results = []
+    for is_split in (False, True):
+        view = view_of(model, chunks[1].layers, False, False)
+        module = ChunkModule(view, BlockCache(), False, copies=is_split)
+        received = [tensor.clone().requires_grad_() for tensor in state]
+        sent = module(*received, chunk=chunks[1], batch={"input_ids": token_ids})
+        gradients = [torch.full_like(tensor, 0.1 * number) for number, tensor in enumerate(sent, start=1)]
+        if is_split:
+            _, groups = stage_backward_input(list(sent), gradients, received, module.parameters())
+            stage_backward_weight(module.parameters(), join_groups(groups), retain_graph=True)
+        else:
+            torch.autograd.backward(sent, gradients)
+        named = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+        results.append(named | {f"received {number}": tensor.grad for number, tensor in enumerate(received)})
+        model.zero_grad()
+    assert results[0].keys() == results[1].keys()
+    for name in results[0]:
+        torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 # The division of layers
