@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from attnres.conversion.whole import load_whole
 from attnres.utils.wording import counted, did_you_mean
 
-from .tensor_parallel import sum_gradients_of_norms
+from .tensor_parallel import check_head, sum_gradients_of_norms
 
 # accelerate's types of runs in which each process has the whole model.
 _UNDIVIDED = (DistributedType.NO, DistributedType.MULTI_CPU)
@@ -118,6 +118,20 @@ def check_engines(state: PartialState, optimizer: str) -> None:
             )
     if parse_flag_from_env("ACCELERATE_USE_FSDP") and state.distributed_type in _UNDIVIDED:
         raise RuntimeError(_describe_not_divided("FSDP"))
+
+
+def allow_tensor_parallel_on_cpus(state: PartialState, division: DistributedConfig | None) -> None:
+    """Let accelerate train a model that `transformers` has divided by tensor parallelism among CPUs.
+
+    Such a model trains on CPUs too. But accelerate refuses the `ParallelismConfig` that `Trainer` makes for it, unless
+    the processes are of a type with accelerators. The type does not change the devices.
+
+    Args:
+        state: The processes of the run.
+        division: The division by the recipe's `distributed`; `None` without one.
+    """
+    if division is not None and division.tp_size > 1 and state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.MULTI_GPU
 
 
 def check_division(trainer: Trainer, division: DistributedConfig | None) -> None:
@@ -231,7 +245,7 @@ def load_divided(
     """
     if source is not None and not _joins_tensors(source):
         model = load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=division, **config)
-        return sum_gradients_of_norms(model)
+        return sum_gradients_of_norms(check_head(model))
     state = PartialState()
     if state.is_main_process:
         shutil.rmtree(start, ignore_errors=True)
@@ -246,7 +260,7 @@ def load_divided(
     # `transformers` saves a model in the layout that it was loaded from. `start` is not in a published layout, but the
     # run's result must be.
     vars(model).pop("_weight_conversions", None)
-    return sum_gradients_of_norms(model)
+    return sum_gradients_of_norms(check_head(model))
 
 
 def _joins_tensors(source: str) -> bool:
@@ -267,6 +281,7 @@ def _joins_tensors(source: str) -> bool:
 
 __all__ = [
     "SEQUENCE_PARALLEL",
+    "allow_tensor_parallel_on_cpus",
     "check_division",
     "check_engines",
     "check_fsdp2",

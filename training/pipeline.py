@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -71,9 +70,6 @@ class Pipeline:
         self._dtype = embedding.dtype
         self.embedding_name = next(name for name, tensor in model.named_parameters() if tensor is embedding)
         world, stages = dist.get_world_size(), settings.stages
-        # The group of all processes, which `Trainer` uses too, exists already. Its limit is half an hour with gloo, and
-        # PyTorch has no public function that changes the limit.
-        _set_pg_timeout(timedelta(seconds=settings.timeout))
         self.replicas = count_replicas(settings, world)
         self.replica, self.stage = divmod(dist.get_rank(), stages)
         pipelines = [[*range(start, start + stages)] for start in range(0, world, stages)]
@@ -124,7 +120,7 @@ class Pipeline:
         """Make the module of a chunk, whose layers this process holds."""
         is_last = index == len(self.layers) - 1
         view = view_of(self.model, self.layers[index], index == 0, is_last)
-        return ChunkModule(view, self.cache, is_last, self._in_contexts)
+        return ChunkModule(view, self.cache, is_last, self._in_contexts, self.settings.splits_backward)
 
     # Training
 
@@ -172,29 +168,6 @@ class Pipeline:
     def _trace(self, rows: int, length: int) -> list[State]:
         """Return the states of a micro-batch before each layer and after the last one."""
         return trace_states(self.model.config, rows, length, self._dtype, self.output_dtype)
-
-    @contextmanager
-    def explained_timeouts(self) -> Iterator[None]:
-        """Turn the error of a transfer or a collective that takes too long inside the block into one that says so.
-
-        Raises:
-            RuntimeError: A transfer or a collective has not ended within the time limit.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if "timed out" not in str(error).lower():
-                raise
-            raise RuntimeError(
-                f"process {dist.get_rank()} has waited {self.settings.timeout} seconds for the other processes: one of "
-                f"them hangs, or a step takes longer. Its neighbours in the pipeline: {self._neighbours()}. "
-                "`timeout` of the recipe's `pipeline` sets the limit."
-            ) from error
-
-    def _neighbours(self) -> str:
-        """Return the ranks of the processes before and after this one in its pipeline, in words."""
-        first, stages = self.replica * self.settings.stages, self.settings.stages
-        return " and ".join(str(first + (self.stage + step) % stages) for step in ((-1, 1) if stages > 2 else (1,)))
 
     @contextmanager
     def _in_contexts(self) -> Iterator[None]:

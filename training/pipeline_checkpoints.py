@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from .checkpoints import cannot_resume, check_size
 from .pipeline import Pipeline
 
 LARGEST_FILE = 5 * 10**9  # bytes
@@ -121,18 +122,22 @@ def load_part(pipeline: Pipeline, folder: Path) -> None:
         folder: A folder that [`save_parts`] has written with `is_checkpoint`.
 
     Raises:
-        KeyError: The checkpoint lacks a tensor.
         OSError, SafetensorError: A file cannot be read.
+        ValueError: The checkpoint lacks a tensor, or has one of another size.
     """
-    weight_map = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     by_file: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in pipeline.model.state_dict(keep_vars=True).items():
         stored = pipeline.embedding_name if tensor is pipeline.tied else name
+        if stored not in weight_map:
+            raise cannot_resume(f"{index} lacks {stored}", folder)
         by_file.setdefault(weight_map[stored], []).append((stored, tensor.detach()))
     for file_name, wanted in by_file.items():
         with safe_open(folder / file_name, "pt") as file:
             for name, tensor in wanted:
                 value = file.get_tensor(name)
+                check_size(name, tensor, value.shape, folder / file_name)
                 if isinstance(tensor, DTensor):
                     # Each process of a stage reads the tensor, and keeps its part.
                     value = DTensor.from_local(value.to(tensor.device), tensor.device_mesh, run_check=False)

@@ -164,6 +164,9 @@ class ChunkModule(nn.Module):
         cache: The cache of the process.
         is_last: Whether the chunk has the head.
         context: A function that returns the context manager of each forward pass, such as autocast.
+        copies: Whether to return copies of the tensors to send, for a schedule with a split backward pass. After its
+            first part, the engine cuts the returned tensors off their graph in place. The second part may still need
+            the originals: later layers of the chunk have saved them, or they are inputs or views.
     """
 
     def __init__(
@@ -172,9 +175,10 @@ class ChunkModule(nn.Module):
         cache: BlockCache,
         is_last: bool,
         context: Callable[[], AbstractContextManager] = nullcontext,
+        copies: bool = False,
     ):
         super().__init__()
-        self.view, self.cache, self.is_last, self.context = view, cache, is_last, context
+        self.view, self.cache, self.is_last, self.context, self.copies = view, cache, is_last, context, copies
 
     def forward(
         self,
@@ -209,6 +213,8 @@ class ChunkModule(nn.Module):
             # A tensor that passes through is sent as it came, so that its gradients meet in one place.
             made = dict(zip(chunk.after.numbers, _tensors_of(outputs, chunk), strict=True)) | inputs
             result = tuple(made[piece.number].contiguous() for piece in chunk.sent)
+            if self.copies:
+                result = tuple(tensor.clone() for tensor in result)
         if micro_batch is not None:
             for number in chunk.kept:
                 self.cache.keep(micro_batch, number, made[number])

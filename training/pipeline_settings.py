@@ -18,6 +18,7 @@ SCHEDULES = {
     "InterleavedZeroBubble": True,
 }
 _COUNTS = ("stages", "virtual", "microbatches", "timeout")
+LONGEST_TIMEOUT = 30 * 24 * 3600  # seconds; gloo counts nanoseconds in 64 bits, and fails at once beyond their range
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PipelineSettings:
         cache: Whether a process keeps blocks, so that a transfer carries only the blocks that the receiver lacks.
         fsdp: Whether FSDP2 divides each stage among the pipelines that run beside each other. Without it, each of them
             has the whole stage, as with DDP.
-        timeout: The seconds after which a transfer or a collective that has not ended is an error.
+        timeout: The seconds after which a transfer or a collective that has not ended is an error, at most 30 days.
 
     Raises:
         ValueError: A value is not allowed, or two values contradict each other.
@@ -44,8 +45,8 @@ class PipelineSettings:
 
     stages: int
     virtual: int = 1
-    schedule: str = ""
-    microbatches: int = 0
+    schedule: str | None = None
+    microbatches: int | None = None
     layers: tuple[int, ...] | None = None
     cache: bool = True
     fsdp: bool = False
@@ -53,14 +54,16 @@ class PipelineSettings:
 
     def __post_init__(self) -> None:
         # A frozen dataclass can set the fields that follow from others only in this way.
-        if self.schedule == "":
+        if self.schedule is None:
             object.__setattr__(self, "schedule", "Interleaved1F1B" if self.virtual != 1 else "1F1B")
-        if self.microbatches == 0:
+        if self.microbatches is None:
             object.__setattr__(self, "microbatches", self.stages)
         for name in _COUNTS:
             value, least = getattr(self, name), 2 if name == "stages" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(_wrong(name, value, f"a whole number, at least {least}"))
+        if self.timeout > LONGEST_TIMEOUT:
+            raise ValueError(_wrong("timeout", self.timeout, f"at most {LONGEST_TIMEOUT} seconds, which are 30 days"))
         for name in ("cache", "fsdp"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(_wrong(name, getattr(self, name), "true or false"))
@@ -73,9 +76,14 @@ class PipelineSettings:
         """Return C = P V, the number of chunks."""
         return self.stages * self.virtual
 
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether the gradients of states and of weights are computed one after the other."""
+        return self.schedule == "InterleavedZeroBubble"
+
     def _check_schedule(self) -> None:
         """Raise ValueError if the schedule is unknown, or does not fit the numbers of chunks and micro-batches."""
-        if self.schedule not in SCHEDULES:
+        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             raise ValueError(_wrong("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}"))
         if self.virtual > 1 and not SCHEDULES[self.schedule]:
             several = ", ".join(name for name, is_looped in SCHEDULES.items() if is_looped)
@@ -129,7 +137,7 @@ def read_settings(settings: Mapping[str, Any] | None) -> PipelineSettings | None
     for name in settings:
         if name not in known:
             raise ValueError(f"`pipeline` of the recipe has no `{name}`.{did_you_mean(str(name), known)}")
-    if "stages" not in settings:
+    if settings.get("stages") is None:
         raise ValueError("`pipeline` of the recipe lacks `stages`: give the number of processes of one pipeline.")
     # A key without a value counts as left out.
     return PipelineSettings(**{name: value for name, value in settings.items() if value is not None})

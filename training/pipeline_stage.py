@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_weight
 
 from .pipeline_cache import BlockCache
 from .pipeline_model import ChunkModule
@@ -103,14 +104,17 @@ class CachedStage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, *args, **options) -> tuple:
         """Compute gradients, as the engine calls it, and leave those of cached tensors in the cache."""
-        inputs = bwd_kwargs.get("input_values", ())  # the engine clears the list of a split backward pass
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **options)
-        if backward_type != "weight":
-            leaves = self._leaves.pop(self._micro_batch, {})
-            for value, gradient in zip(inputs, result[0]):
-                if id(value) in leaves:
-                    self.cache.deposit(self._micro_batch, leaves[id(value)], gradient)
-        return result
+        if backward_type == "weight":
+            # As the engine, which sets no flags of FSDP2 here that the first part of the pass has not set.
+            groups = bwd_kwargs["param_groups"]
+            return stage_backward_weight(self.submod.parameters(), groups, retain_graph=True), None
+        inputs = bwd_kwargs["input_values"]
+        gradients, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **options)
+        leaves = self._leaves.pop(self._micro_batch, {})
+        for value, gradient in zip(inputs, gradients):
+            if id(value) in leaves:
+                self.cache.deposit(self._micro_batch, leaves[id(value)], gradient)
+        return gradients, None if groups is None else join_groups(groups)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the transfers of a state, as the engine calls it, and count their bytes."""
@@ -125,6 +129,39 @@ class CachedStage(PipelineStage):
         operations = super().get_bwd_send_ops(bwd_chunk_id)
         self.sent["gradients"] += sum(operation.tensor.nbytes for operation in operations)
         return operations
+
+
+def join_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join groups of parameters that have nodes of the graph in common.
+
+    The engine divides the parameters of a chunk into groups, whose gradients it computes one after another. It does
+    not join two groups that it has begun when a later parameter belongs to both. Then the gradient of the parameter
+    would count twice.
+
+    Args:
+        groups: The groups of the engine: `params` and `intermediates`, nodes of the graph, and `grads`, the gradients
+            that have reached each of the intermediates.
+
+    Returns:
+        Groups that have nothing in common.
+    """
+    joined: list[dict[str, Any]] = []
+    for group in groups:
+        # Without gradients, none of the nodes has been reached.
+        gradients = group.get("grads") or [None] * len(group["intermediates"])
+        reached = {node: grad for node, grad in zip(group["intermediates"], gradients) if grad is not None}
+        params, apart = set(group["params"]), []
+        for other in joined:
+            if params.isdisjoint(other["params"]) and reached.keys().isdisjoint(other["reached"]):
+                apart.append(other)
+            else:
+                params |= other["params"]
+                reached |= other["reached"]
+        joined = [*apart, {"params": params, "reached": reached}]
+    return [
+        {"params": group["params"], "intermediates": [*group["reached"]], "grads": [*group["reached"].values()]}
+        for group in joined
+    ]
 
 
 __all__ = ["CachedStage"]

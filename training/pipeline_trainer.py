@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import TrainOutput
 
+from .checkpoints import explained_reading
 from .pipeline import Pipeline
 from .pipeline_callbacks import PipelineBalance, PipelineMonitor
 from .pipeline_checkpoints import load_part, load_random_state, load_schedule, save_parts
@@ -34,6 +34,9 @@ from .trainer import OPTIMIZER, AttnResTrainer
 _REFUSED = {
     "fp16": "use `bf16`, which needs no scaling of the loss",
     "torch_compile": "leave it out",
+    # Each of these two turns `torch_compile` on.
+    "torch_compile_backend": "leave it out",
+    "torch_compile_mode": "leave it out",
     "label_smoothing_factor": "leave it out",
     "neftune_noise_alpha": "leave it out",
     "auto_find_batch_size": "set `micro_batch_size`",
@@ -126,11 +129,6 @@ class PipelineTrainer(AttnResTrainer):
 
     # Training
 
-    def train(self, *arguments: Any, **options: Any) -> TrainOutput:
-        """Train as `Trainer` does. Raise RuntimeError if another process does not answer within the time limit."""
-        with self.pipeline.explained_timeouts():
-            return super().train(*arguments, **options)
-
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -182,10 +180,15 @@ class PipelineTrainer(AttnResTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         load_part(self.pipeline, Path(resume_from_checkpoint))
 
+    def _load_best_weights(self, folder: Path) -> None:
+        load_part(self.pipeline, folder)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            load_optimizer_distributed(self.model, self.optimizer.optimizer, f"{checkpoint}/{OPTIMIZER}")
-            load_schedule(self.lr_scheduler, Path(checkpoint, SCHEDULER_NAME))
+            folder = Path(checkpoint)
+            with explained_reading(folder / OPTIMIZER, folder):
+                load_optimizer_distributed(self.model, self.optimizer.optimizer, str(folder / OPTIMIZER))
+            load_schedule(self.lr_scheduler, folder / SCHEDULER_NAME)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         own = f"rng_state_{self.args.process_index}.pth"

@@ -80,6 +80,12 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
             f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
             f"{counted(groups, 'pipeline') if pipeline else f'{groups} processes'}."
         )
+    if copies > 1 and not recipe.trainer.get("average_tokens_across_devices", True):
+        raise ValueError(
+            "`trainer.average_tokens_across_devices` of the recipe must be true with "
+            f"{'`pipeline`' if pipeline else '`tp_size` of `distributed`'}, where several processes compute the same "
+            "batch: `Trainer` would divide the loss by too few labels. Leave it out."
+        )
     # The recipe may override these.
     defaults = {
         "eval_strategy": "steps",
@@ -112,7 +118,28 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
             callback()
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"`trainer` of the recipe: {error}") from error
+    if arguments.load_best_model_at_end:
+        _check_best(arguments, division)
     return arguments
+
+
+def _check_best(arguments: TrainingArguments, division: DistributedConfig | None) -> None:
+    """Raise ValueError if a run cannot end with its best checkpoint."""
+    subject = "`trainer.load_best_model_at_end` of the recipe"
+    if division is not None:
+        raise ValueError(
+            f"{subject} does not work with `distributed`, whose checkpoints are in parts: leave it out, and take the "
+            "checkpoint that you want."
+        )
+    if arguments.metric_for_best_model not in ("loss", "eval_loss") or arguments.greater_is_better:
+        raise ValueError(
+            f"{subject} chooses the lowest held-out loss: leave out `metric_for_best_model` and `greater_is_better`."
+        )
+    if arguments.eval_steps != arguments.save_steps:
+        raise ValueError(
+            f"{subject} needs a held-out loss for each checkpoint and no other: leave out `trainer.eval_steps`, which "
+            "then is `save_every`."
+        )
 
 
 def set_steps(arguments: TrainingArguments, recipe: Recipe, train: "Dataset | IterableDataset") -> None:

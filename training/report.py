@@ -26,7 +26,7 @@ from attnres.conversion.cards import CARD, CardSubject, add_step, linked, new_ca
 from attnres.conversion.checkpoint import read_headers
 from attnres.conversion.kimi_k3 import describe_left_out
 from attnres.conversion.markdown import code, is_hub_id, link
-from attnres.utils.errors import is_lost_connection, why_not_written
+from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
 from attnres.utils.files import atomic_directory, atomic_write
 from attnres.utils.wording import counted
 
@@ -46,16 +46,18 @@ def collect_results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
         recipe: The recipe of the run.
 
     Returns:
-        The content of `results.json`; losses in nats/token, curves as pairs of step and loss.
+        The content of `results.json`; losses in nats/token, curves as pairs of step and loss. `held_out_loss` is that
+        of the saved model: the last one or, with `best_step`, the one of that step.
     """
-    history = trainer.state.log_history
-    if not any(entry.get("step") == trainer.state.global_step for entry in history if "eval_loss" in entry):
+    history, step = trainer.state.log_history, trainer.best_step or trainer.state.global_step
+    if not any(entry.get("step") == step for entry in history if "eval_loss" in entry):
         trainer.evaluate()
-    loss = next(entry["eval_loss"] for entry in reversed(history) if "eval_loss" in entry)
+    loss = next(entry["eval_loss"] for entry in reversed(history) if "eval_loss" in entry and entry["step"] == step)
     return {
         "held_out_loss": loss,
         "perplexity": math.exp(min(loss, LARGEST_EXPONENT)),
         "steps": trainer.state.global_step,
+        **({} if trainer.best_step is None else {"best_step": trainer.best_step}),
         "tokens": trainer.state.global_step * recipe.batch_size * recipe.length,
         "training_loss": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "held_out_losses": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
@@ -73,8 +75,9 @@ def describe_results(results: Mapping[str, Any], out: Path) -> str:
     """
     at_start = _loss_at_start(results)
     before = "" if at_start is None else f" (before training {at_start:.4f})"
+    best = f" of step {results['best_step']}, the best:" if "best_step" in results else ""
     return (
-        f"Held-out loss {results['held_out_loss']:.4f}{before}, perplexity {results['perplexity']:.2f}. "
+        f"Held-out loss{best} {results['held_out_loss']:.4f}{before}, perplexity {results['perplexity']:.2f}. "
         f"Written to {out}."
     )
 
@@ -104,8 +107,8 @@ def write_run(
     try:
         _write_files(trainer, tokenizer, recipe, name, results)
     except (OSError, RuntimeError, SafetensorError) as error:
-        if is_lost_connection(error):
-            raise  # another process has failed, and reports why
+        if is_lost_connection(error) or is_timeout(error):
+            raise  # another process has failed, and reports why; or it hangs
         raise OSError(
             f"the results of the run could not be written to {Path(recipe.out)}: {why_not_written(error)}. Its "
             "checkpoints are there: the same command resumes from the last one."
@@ -227,6 +230,8 @@ def _describe_training(recipe: Recipe, results: Mapping[str, Any], processes: in
     tokens, steps = counted(results["tokens"], "token"), counted(results["steps"], "step")
     batch = f"{counted(recipe.batch_size, 'sequence')} of {counted(recipe.length, 'token')}"
     workers = "1 process" if processes == 1 else f"{processes} processes"
+    if "best_step" in results:
+        workers += f". The weights are those of step {results['best_step']}, which had the lowest held-out loss"
     return (
         f"{tokens} in {steps} of {batch}, {recipe.optimizer} at a rate of {recipe.learning_rate:g}, {recipe.schedule}, "
         f"seed {recipe.seed}{adapters}, on {workers}. Held-out loss {results['held_out_loss']:.4f} nats/token{before}. "

@@ -30,7 +30,7 @@ from attnres.residual_attnres import DepthState
 
 from .sequence_split import SequenceSplit, gather, scatter
 from .sequence_styles import SequenceSharding, install_at_embedding, install_at_head, leave_in_parts
-from .tensor_parallel import parameter_names, rule_name, sum_gradients_of_norms, tensor_parallel_mesh
+from .tensor_parallel import check_head, parameter_names, rule_name, sum_gradients_of_norms, tensor_parallel_mesh
 
 # The keyword by which a decoder passes the split of its tokens to its layers.
 _SPLIT = "sequence_split"
@@ -57,7 +57,8 @@ def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         ValueError: The model is not of the family, its matrices are not divided, its sequence is divided already, its
-            experts are divided by expert parallelism, or its plan divides a module that computes single tokens.
+            experts are divided by expert parallelism, its plan divides a module that computes single tokens, or its
+            plan divides the head and not the embedding, and the two are tied.
     """
     decoder = _check_model(model)
     prefix = "" if decoder is model else f"{model.base_model_prefix}."
@@ -65,7 +66,7 @@ def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
     mesh = tensor_parallel_mesh(decoder)
     if mesh is None:
         raise ValueError("no matrix of this model is divided: give a `tp_plan` that divides some.")
-    sum_gradients_of_norms(model)
+    sum_gradients_of_norms(check_head(model))
     sharding = SequenceSharding(mesh.get_group())
 
     embedding = decoder.get_input_embeddings()

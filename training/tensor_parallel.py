@@ -71,6 +71,32 @@ def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     return None
 
 
+def check_head(model: PreTrainedModel) -> PreTrainedModel:
+    """Check that the head of a divided model has the part of its weight that its plan says.
+
+    The plan of GPT-NeoX divides the head, but not the embedding. If the two are tied, every rank has the whole weight,
+    and the head of `transformers` fails, which expects a part.
+
+    Args:
+        model: A model, divided by `transformers` or not.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: The weight of a divided head is whole.
+    """
+    head, plan = model.get_output_embeddings(), getattr(model, "tp_plan", None) or {}
+    is_whole = head is not None and not isinstance(head.weight, DTensor)
+    if is_whole and "lm_head" in plan and tensor_parallel_mesh(model) is not None:
+        raise ValueError(
+            f"the tensor-parallel plan of {model.config.model_type} divides the head, but not the token embedding, to "
+            "which the head is tied here: `transformers` cannot compute this. Divide the model by FSDP2, or train one "
+            "with `tie_word_embeddings: false`."
+        )
+    return model
+
+
 def sum_gradients_of_norms(model: PreTrainedModel) -> PreTrainedModel:
     """Sum the gradients of norms of single heads over the ranks that divide the heads, once for each backward pass.
 
@@ -116,6 +142,7 @@ def _watch_calls(module: nn.Module, sums: GradientSum) -> None:
 
 __all__ = [
     "GradientSum",
+    "check_head",
     "parameter_names",
     "rule_name",
     "sum_gradients_of_norms",

@@ -6,6 +6,7 @@ One process runs it by `attnres train RECIPE [key=value ...]`, and several proce
 
 import contextlib
 import sys
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from attnres.conversion.whole import check_source_sizes
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
-from .checkpoints import check_checkpoint
+from .checkpoints import check_best, check_checkpoint
 from .display import Display, describe_run
 from .division import (
+    allow_tensor_parallel_on_cpus,
     check_division,
     check_engines,
     describe_division,
@@ -47,6 +49,7 @@ from .recipe import Recipe
 from .report import collect_results, describe_results, write_run
 from .run_folder import check_data, hold_folder
 from .trainer import AttnResTrainer
+from .waiting import explained_timeouts, first_process_first, wait_limit
 
 TERMINATED = 128 + 15  # the exit status of a process that SIGTERM ends
 
@@ -66,12 +69,19 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
             files.
         FloatingPointError: The loss is not finite.
         OSError, ValueError: A model, data set or value cannot be used, or a checkpoint cannot be written.
-        RuntimeError: The model cannot be divided on this machine as the settings require.
+        RuntimeError: The model cannot be divided on this machine as the settings require, or another process does not
+            answer within the time limit.
         SystemExit: SIGTERM stopped the run, after it had saved a checkpoint.
     """
+    with explained_timeouts(recipe):
+        return _train(recipe, name)
+
+
+def _train(recipe: Recipe, name: str) -> dict[str, Any]:
+    """Join the processes, check the recipe's division, and train in the folder `out`."""
     # accelerate joins processes on CPUs only if `cpu` is set.
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    state = PartialState(cpu=cpu)
+    state = PartialState(cpu=cpu, timeout=timedelta(seconds=wait_limit(recipe)))
     if recipe.lora is not None:
         import_module("attnres.training.lora")  # a missing `peft` shows before any work
     check_engines(state, recipe.optimizer)
@@ -80,6 +90,7 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
         arguments = prepare_arguments(recipe, state, division)
         if recipe.pipeline is not None:
             check_arguments(recipe, read_settings(recipe.pipeline), arguments)
+    allow_tensor_parallel_on_cpus(state, division)  # after `TrainingArguments`, which find the type of the run anew
     divide_by_deepspeed_later()
     with contextlib.ExitStack() as stack:
         # Only the first process holds the folder, and it does so before the others look for a checkpoint there.
@@ -96,12 +107,15 @@ def _train_in_folder(
     out, settings = Path(recipe.out), read_settings(recipe.pipeline)
     checkpoint = get_last_checkpoint(str(out))
     if checkpoint is not None:
-        check_checkpoint(Path(checkpoint))
         arguments.eval_on_start = False  # the run measured this loss when it began
     set_seed(recipe.seed)
 
-    # The first process tokenises; the others then find its tokens in the cache.
-    with quiet_transformers(), state.main_process_first():
+    # The first process checks the checkpoint and tokenises; the others then find its tokens in the cache.
+    with quiet_transformers(), first_process_first(state, wait_limit(recipe)):
+        if checkpoint is not None and state.is_main_process:
+            check_checkpoint(Path(checkpoint))
+            if arguments.load_best_model_at_end:
+                check_best(Path(checkpoint))
         if recipe.model not in names():
             check_source_sizes(recipe.model)
         tokenizer = prepare_tokenizer(recipe)

@@ -27,17 +27,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 from transformers.utils.generic import is_flash_attention_requested
 
 from attnres.configuration_attnres import ResidualConfig
 from attnres.residual_attnres import residual_tensors
-from attnres.utils.errors import is_lost_connection, why_not_written
+from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
 from attnres.utils.token_ids import check_token_ids
 
 from .balance import ExpertBalance
-from .checkpoints import ResumableTrainer
+from .checkpoints import ResumableTrainer, explained_reading
 from .held_out import ROW, NumberedRows, TokenMean
 from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
@@ -77,6 +77,7 @@ class AttnResTrainer(ResumableTrainer):
         recipe: The recipe.
         stopping: The callback that listens for SIGTERM.
         divided: Whether `transformers` has divided the model among the processes.
+        best_step: The step of the checkpoint that `load_best_model_at_end` has loaded, `None` without one.
 
     Raises:
         ValueError: The recipe sets `separate_documents`, and the model cannot keep documents apart.
@@ -90,6 +91,7 @@ class AttnResTrainer(ResumableTrainer):
         self.recipe = recipe
         self.stopping = StopOnSignal(self)
         self._saving_in: str | None = None  # the folder that a checkpoint is being written into
+        self.best_step: int | None = None
         callbacks = [*self._callbacks(), self.stopping]
         # The warning is about changing a layer's output in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -193,6 +195,13 @@ class AttnResTrainer(ResumableTrainer):
                 f"The last good checkpoint is {last or 'none'}."
             )
 
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        """Count the tokens of a batch, as `Trainer` calls it, once for all processes that compute the same batch."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.get_tp_size()
+
     # The held-out loss
 
     def prediction_step(
@@ -272,16 +281,19 @@ class AttnResTrainer(ResumableTrainer):
                 folder = f"{self._saving_in}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
                 self._save_optimizer_and_scheduler(folder)
                 self._save_rng_state(folder)
+            self._name_best(run)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 (folder,) = Path(self._saving_in).iterdir()  # `checkpoint-N`
+                if self.state.best_global_step:
+                    self.state.save_to_json(folder / TRAINER_STATE_NAME)
                 shutil.rmtree(run / folder.name, ignore_errors=True)
                 # Otherwise a machine that loses its power could leave a checkpoint with empty files.
                 _flush(folder)
                 folder.rename(run / folder.name)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-            if is_lost_connection(error):
-                raise  # another process has failed, and reports why
+            if is_lost_connection(error) or is_timeout(error):
+                raise  # another process has failed, and reports why; or it hangs
             last = get_last_checkpoint(str(run))
             raise OSError(
                 f"the checkpoint of step {self.state.global_step} could not be written: {why_not_written(error)}. "
@@ -292,8 +304,35 @@ class AttnResTrainer(ResumableTrainer):
                 shutil.rmtree(self._saving_in, ignore_errors=True)
             self._saving_in = None
         if self.args.should_save:
-            rotate_checkpoints(str(run), save_total_limit=self.args.save_total_limit)
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(run), save_total_limit=self.args.save_total_limit, best_model_checkpoint=best)
         self.accelerator.wait_for_everyone()
+
+    def _name_best(self, run: Path) -> None:
+        """Set the path of the best checkpoint, which `Trainer` takes for a part of the folder being written into."""
+        if step := self.state.best_global_step:
+            path = run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+            if step == self.state.global_step or path.is_dir():
+                self.state.best_model_checkpoint = str(path)
+
+    def _load_best_model(self) -> None:
+        """Load the checkpoint with the lowest held-out loss, as `Trainer` calls it when training ends.
+
+        Raises:
+            FileNotFoundError: Someone has removed it. `Trainer` would only log this, and go on with the last weights.
+        """
+        folder = Path(self.state.best_model_checkpoint)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{folder}, the checkpoint with the lowest held-out loss, was removed during the run. Take another "
+                f"checkpoint in {folder.parent} as the result."
+            )
+        self._load_best_weights(folder)
+        self.best_step = self.state.best_global_step
+
+    def _load_best_weights(self, folder: Path) -> None:
+        """Load the weights of the best checkpoint, in this folder."""
+        super()._load_best_model()
 
     # Checkpoints of divided models: each process reads and writes its part.
 
@@ -312,8 +351,11 @@ class AttnResTrainer(ResumableTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self.divided or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        load_optimizer_distributed(self.model, self.optimizer.optimizer, f"{checkpoint}/{OPTIMIZER}")
-        self.lr_scheduler.load_state_dict(torch.load(f"{checkpoint}/{SCHEDULER_NAME}", weights_only=True))
+        folder = Path(checkpoint)
+        with explained_reading(folder / OPTIMIZER, folder):
+            load_optimizer_distributed(self.model, self.optimizer.optimizer, str(folder / OPTIMIZER))
+        with explained_reading(folder / SCHEDULER_NAME, folder):
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
 
 def _check_separable(model: PreTrainedModel, recipe: Recipe) -> None:

@@ -13,6 +13,8 @@ _LOST = re.compile(
     r"|failed to recv|remote process exited|NCCL communicator was aborted",
     re.IGNORECASE,
 )
+# And if a peer has not answered within the limit.
+_TOO_LONG = re.compile(r"timed out|wait timeout", re.IGNORECASE)
 
 
 def why_not_written(error: BaseException) -> str:
@@ -45,4 +47,10 @@ def is_lost_connection(error: BaseException) -> bool:
     return several and isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
-__all__ = ["is_lost_connection", "why_not_written"]
+def is_timeout(error: BaseException) -> bool:
+    """Return whether a transfer or a collective of several processes has taken longer than its limit."""
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
+    return several and not isinstance(error, OSError) and _TOO_LONG.search(str(error)) is not None
+
+
+__all__ = ["is_lost_connection", "is_timeout", "why_not_written"]

@@ -1,7 +1,7 @@
 """Run `attnres train` in a chosen way: `many_devices_session.py train RECIPE [key=value ...]`.
 
-- With `AS_ON_GPUS` in the environment, accelerate treats CPUs as GPUs. It uses FSDP2 and tensor parallelism on GPUs
-  only, although both run on CPUs.
+- With `AS_ON_GPUS` in the environment, accelerate treats CPUs as GPUs. It uses FSDP2 on GPUs only, although
+  FSDP2 runs on CPUs.
 - With `STOPPED_AFTER`, a process gets SIGTERM after this step, as from a scheduler, and then runs the command again.
 """
 

@@ -57,8 +57,16 @@ CASES = {
     ),
     "Interleaved1F1B, P=4, V=2": case(4, 2, "Interleaved1F1B", 8, num_hidden_layers=8, attn_res_block_size=2),
     "LoopedBFS, P=2, V=4": case(2, 4, "LoopedBFS", 3, num_hidden_layers=8, attn_res_block_size=1),
+    # Layers read blocks that their chunk sends, and whose graph the engine cuts after half of the backward pass.
     "InterleavedZeroBubble, P=2, V=2": case(
-        2, 2, "InterleavedZeroBubble", 4, num_hidden_layers=6, attn_res_block_size=3
+        2, 2, "InterleavedZeroBubble", 3, layers=[2, 3, 2, 2], num_hidden_layers=9, attn_res_block_size=3
+    ),
+    "InterleavedZeroBubble, checkpointing": case(
+        2, 2, "InterleavedZeroBubble", 2, checkpointing=True, steps=2, num_hidden_layers=4, attn_res_block_size=3
+    ),
+    # The weights of its gates are used again at each later depth.
+    "InterleavedZeroBubble, Gated Residual": case(
+        2, 2, "InterleavedZeroBubble", 2, steps=2, num_hidden_layers=5, residual_connection="gated_residual"
     ),
     "InterleavedZeroBubble, P=4, V=1": case(4, 1, "InterleavedZeroBubble", 8, num_hidden_layers=4),
     "tied embeddings": case(
@@ -68,7 +76,7 @@ CASES = {
         2, 2, "Interleaved1F1B", 4, checkpointing=True, rows=2, num_hidden_layers=4, attn_res_block_size=3
     ),
     "streams": case(2, 2, "Interleaved1F1B", 2, num_hidden_layers=4, residual_connection="mhc"),
-    "DenseFormer": case(2, 2, "Interleaved1F1B", 2, num_hidden_layers=4, residual_connection="denseformer"),
+    "DenseFormer": case(2, 2, "InterleavedZeroBubble", 2, num_hidden_layers=4, residual_connection="denseformer"),
     "standard": case(4, 1, "1F1B", 4, num_hidden_layers=4, residual_connection="standard"),
     "a window": case(2, 2, "Interleaved1F1B", 2, num_hidden_layers=8, attn_res_block_size=1, attn_res_window=2),
     "FSDP2": case(2, 1, "1F1B", 3, fsdp=True, num_hidden_layers=4, attn_res_block_size=3, tie_word_embeddings=True),

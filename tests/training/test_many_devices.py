@@ -103,10 +103,10 @@ def launch(arguments: list[str], config: str = "ddp", processes: int = 2) -> sub
 
 
 def run_in_forks(
-    arguments: list[str], config: str = "ddp", as_on_gpus: bool = False, processes: int = 2, stopped_after: str = ""
+    arguments: list[str], config: str = "ddp", processes: int = 2, stopped_after: str = ""
 ) -> subprocess.CompletedProcess:
     """Run processes in the environment that `accelerate launch` gives them; see `many_devices_session.py`."""
-    ways = {"AS_ON_GPUS": "true"} if as_on_gpus else {}
+    ways = {"AS_ON_GPUS": "true"} if config == "fsdp2" else {}
     ways |= {"STOPPED_AFTER": stopped_after} if stopped_after else {}
     script = [str(Path(__file__).with_name("many_devices_session.py"))] if ways else ["-m", "attnres_cli"]
     return forks.launch(*script, "train", *arguments, processes=processes, env=environment_of(config, processes) | ways)
@@ -178,17 +178,17 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "run, config, distributed, as_on_gpus, processes, how",
+    "run, config, distributed, processes, how",
     [
-        ("retrofit", "fsdp2", None, True, 2, "the model divided by accelerate (FSDP2)"),
-        ("retrofit", "ddp", "{fsdp_size: 2}", False, 2, "divided by transformers (FSDP2 2)"),
-        ("retrofit", TP, "{tp_size: 2, sequence_parallel: true}", True, 2, "by transformers (TP 2, sequence parallel)"),
-        ("hybrid", TP, "{tp_size: 2, fsdp_size: 2}", True, 4, "by transformers (FSDP2 2, TP 2)"),
-        ("kimi_k3", TP, "{fsdp_size: 4, ep_size: 2}", False, 4, "by transformers (FSDP2 4, EP 2)"),
+        ("retrofit", "fsdp2", None, 2, "the model divided by accelerate (FSDP2)"),
+        ("retrofit", "ddp", "{fsdp_size: 2}", 2, "divided by transformers (FSDP2 2)"),
+        ("retrofit", TP, "{tp_size: 2, sequence_parallel: true}", 2, "by transformers (TP 2, sequence parallel)"),
+        ("hybrid", TP, "{tp_size: 2, fsdp_size: 2}", 4, "by transformers (FSDP2 2, TP 2)"),
+        ("kimi_k3", TP, "{fsdp_size: 4, ep_size: 2}", 4, "by transformers (FSDP2 4, EP 2)"),
     ],
 )
 def test_several_processes_give_the_run_of_one(
-    run, config, distributed, as_on_gpus, processes, how, single, arguments, tmp_path, monkeypatch
+    run, config, distributed, processes, how, single, arguments, tmp_path, monkeypatch
 ):
     """Each group computes its part of the batch; with tensor parallelism, a process has half of each matrix.
 
@@ -202,7 +202,7 @@ def test_several_processes_give_the_run_of_one(
     if run == "kimi_k3":  # with checkpointing, which the run in one process has not
         changes.append("trainer.gradient_checkpointing=true")
     stopped_after = "2" if processes == 4 else ""
-    done = run_in_forks(arguments(run, out, *changes), config, as_on_gpus, processes, stopped_after)
+    done = run_in_forks(arguments(run, out, *changes), config, processes, stopped_after)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("Written to") == 1
     lines = [line for line in done.stdout.splitlines() if line.startswith(f"Processes: {processes} processes, ")]
@@ -313,6 +313,28 @@ def test_two_pipelines_divided_by_fsdp2_give_the_run_of_one_process(single, argu
     output = run_to_the_end(arguments("retrofit", tmp_path / "out", *changes), processes=4)
     assert "4 processes, 2 pipelines divided by FSDP2, each of 2 stages with 1 chunk (1F1B" in output
     assert_same_run(tmp_path / "out", single("retrofit"))
+
+
+@pytest.mark.slow
+def test_a_pipeline_ends_with_its_best_checkpoint_and_counts_each_token_once(arguments, tmp_path):
+    """The model learns other text than the held-out one, so that the loss grows."""
+    out = tmp_path / "out"
+    for name, text in {"train": "the dog ran. ", "held-out": "Why? NO! "}.items():
+        (tmp_path / f"{name}.txt").write_text(text * 60)
+    data = f"train={tmp_path}/train.txt", f"held_out={tmp_path}/held-out.txt", "length=16", "warmup=0"
+    changes = *data, "steps=3", "save_every=1", "keep=9", "learning_rate=0.01", "micro_batch_size=2"
+    ways = "trainer={load_best_model_at_end: true, include_num_input_tokens_seen: all}", "pipeline={stages: 2}"
+    output = run_to_the_end(arguments("scratch", out, *changes, *ways))
+    (_, first), *losses = results(out)["held_out_losses"]
+    best, lowest = min(losses, key=lambda point: point[1])
+    assert best < 3 and losses[-1][1] > first
+    assert (results(out)["best_step"], results(out)["held_out_loss"]) == (best, lowest)
+    assert f"Held-out loss of step {best}, the best: {lowest:.4f}" in output
+    folders = [out / name for name in ("model", f"checkpoint-{best}", "checkpoint-3")]
+    model, checkpoint, last = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
+    assert all(torch.equal(model[name], checkpoint[name]) for name in model)
+    assert not torch.equal(model["lm_head.weight"], last["lm_head.weight"])
+    assert json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())["num_input_tokens_seen"] == 3 * 4 * 16
 
 
 STOPS = """

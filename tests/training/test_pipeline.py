@@ -1,13 +1,18 @@
 """The parts of a pipeline in one process: settings, the division of layers, transfers, and chunks of every model."""
 
+import json
 import re
 from itertools import combinations, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from attnres import CONNECTIONS
 from attnres.backbones_attnres import config_on
@@ -19,8 +24,10 @@ from attnres.training.pipeline_cache import BlockCache
 from attnres.training.pipeline_layers import count_costs, divide_layers, listed_layers
 from attnres.training.pipeline_model import ChunkModule, check_model, view_of
 from attnres.training.pipeline_settings import PipelineSettings, count_replicas, read_settings
+from attnres.training.pipeline_stage import join_groups
 from attnres.training.pipeline_trainer import check_arguments
 from attnres.training.pipeline_transfers import Chunk, plan_chunks, trace_states, transfer_bytes
+from attnres.training.prepare import prepare_arguments
 from attnres.training.recipe import Recipe, read_recipe
 
 from ..conversion.backbones import CASES, build
@@ -115,6 +122,37 @@ def test_chunks_keep_the_documents_of_a_row_apart(tiny_model, token_ids):
     assert by_chunks == pytest.approx(model(token_ids, **batch, use_cache=False).loss.item(), rel=1e-6)
     batch["position_ids"] = places[1:].expand(2, -1)
     assert by_chunks != pytest.approx(model(token_ids, **batch, use_cache=False).loss.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("connection", ["attn_res", "denseformer", "dca", "gated_residual"])
+def test_a_backward_pass_in_two_parts_gives_the_gradients_of_one(connection, token_ids):
+    """Layers of the chunk read tensors that it sends, which the engine cuts off their graph after the first part."""
+    fields = {"num_hidden_layers": 6, "residual_connection": connection}
+    fields |= {"attn_res_block_size": 3} if connection == "attn_res" else {}
+    config = config_on("llama")(vocab_size=99, hidden_size=16, num_attention_heads=2, intermediate_size=24, **fields)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    make_vivid(model)
+    chunks = chunks_of(model, [range(1), range(1, 4), range(4, 6)], 3)
+    state = [torch.randn(piece.shape) for piece in chunks[1].received]
+    results = []
+    for is_split in (False, True):
+        view = view_of(model, chunks[1].layers, False, False)
+        module = ChunkModule(view, BlockCache(), False, copies=is_split)
+        received = [tensor.clone().requires_grad_() for tensor in state]
+        sent = module(*received, chunk=chunks[1], batch={"input_ids": token_ids})
+        gradients = [torch.full_like(tensor, 0.1 * number) for number, tensor in enumerate(sent, start=1)]
+        if is_split:
+            _, groups = stage_backward_input(list(sent), gradients, received, module.parameters())
+            stage_backward_weight(module.parameters(), join_groups(groups), retain_graph=True)
+        else:
+            torch.autograd.backward(sent, gradients)
+        named = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+        results.append(named | {f"received {number}": tensor.grad for number, tensor in enumerate(received)})
+        model.zero_grad()
+    assert results[0].keys() == results[1].keys()
+    for name in results[0]:
+        torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 # The division of layers
@@ -241,6 +279,25 @@ def test_the_cache_notices_blocks_and_gradients_that_are_left():
     cache.check_empty()
 
 
+def test_groups_of_parameters_that_share_a_node_are_joined():
+    """The third group joins the first two, which the engine had begun apart. A node without a gradient adds none."""
+    groups = [
+        {"params": {"a"}, "intermediates": [1, 2], "grads": ["of 1", "of 2"]},
+        {"params": {"b"}, "intermediates": [3], "grads": ["of 3"]},
+        {"params": {"c"}, "intermediates": [5, 6], "grads": ["of 5", None]},
+        {"params": {"d"}, "intermediates": [2, 3], "grads": ["of 2", "of 3"]},
+        {"params": {"e"}, "intermediates": [7]},
+    ]
+    joined = {
+        frozenset(group["params"]): dict(zip(group["intermediates"], group["grads"])) for group in join_groups(groups)
+    }
+    assert joined == {
+        frozenset("abd"): {1: "of 1", 2: "of 2", 3: "of 3"},
+        frozenset("c"): {5: "of 5"},
+        frozenset("e"): {},
+    }
+
+
 # Settings
 
 
@@ -248,10 +305,17 @@ def test_the_cache_notices_blocks_and_gradients_that_are_left():
     "settings, message",
     [
         ({}, "`pipeline` of the recipe lacks `stages`"),
+        ({"stages": None}, "`pipeline` of the recipe lacks `stages`"),
         ({"stages": 1}, "`stages` of the recipe's `pipeline` is 1, but must be a whole number, at least 2."),
         ({"stages": 2, "virtuel": 2}, "`pipeline` of the recipe has no `virtuel`. Did you mean `virtual`?"),
         ({"stages": 2, "virtual": True}, "`virtual` of the recipe's `pipeline` is True"),
         ({"stages": 2, "schedule": "2F2B"}, "'2F2B', but must be one of GPipe, 1F1B, Interleaved1F1B"),
+        ({"stages": 2, "schedule": []}, "`schedule` of the recipe's `pipeline` is [], but must be one of GPipe"),
+        ({"stages": 2, "schedule": {}}, "`schedule` of the recipe's `pipeline` is {}, but must be one of GPipe"),
+        ({"stages": 2, "schedule": ""}, "`schedule` of the recipe's `pipeline` is '', but must be one of GPipe"),
+        ({"stages": 2, "microbatches": False}, "`microbatches` of the recipe's `pipeline` is False"),
+        ({"stages": 2, "microbatches": 0}, "`microbatches` of the recipe's `pipeline` is 0"),
+        ({"stages": 2, "timeout": 10**10}, "`timeout` of the recipe's `pipeline` is 10000000000, but must be at most"),
         ({"stages": 2, "virtual": 2, "schedule": "1F1B"}, "the schedule 1F1B runs one chunk per process"),
         ({"stages": 4, "microbatches": 3}, "is 3, but with the schedule 1F1B must be at least `stages`, 4"),
         ({"stages": 2, "virtual": 2, "microbatches": 5}, "is 5, but with the schedule Interleaved1F1B must be a"),
@@ -262,7 +326,7 @@ def test_the_cache_notices_blocks_and_gradients_that_are_left():
 )
 def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_recipe("pretrain", ["model=x", "train=y", "out=z", "tokenizer=t", f"pipeline={settings}"])
+        read_recipe("pretrain", ["model=x", "train=y", "out=z", "tokenizer=t", f"pipeline={json.dumps(settings)}"])
 
 
 @pytest.mark.parametrize(
@@ -271,6 +335,7 @@ def test_wrong_settings_are_refused(settings, message):
         ({}, 6, "`microbatches` of the recipe's `pipeline` is 4, but must divide the 6 sequences"),
         ({"trainer": {"fp16": True}}, 4, "`trainer.fp16` of the recipe does not work with `pipeline`: use `bf16`"),
         ({"trainer": {"torch_compile": True}}, 4, "`trainer.torch_compile` of the recipe does not work with"),
+        ({"trainer": {"torch_compile_mode": "default"}}, 4, "`trainer.torch_compile_mode` of the recipe does not work"),
         ({"trainer": {"fsdp": "full_shard"}}, 4, "does not work with `pipeline`: set `fsdp: true` in `pipeline`."),
     ],
 )
@@ -279,6 +344,37 @@ def test_arguments_that_contradict_a_pipeline_are_refused(recipe, size, message,
     arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=size, use_cpu=True)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_arguments(recipe, PipelineSettings(2, microbatches=4), arguments)
+
+
+@pytest.mark.parametrize(
+    "ways, division, name",
+    [
+        ({"pipeline": {"stages": 2}}, None, "`pipeline`"),
+        ({"distributed": {"tp_size": 2}}, DistributedConfig(tp_size=2), "`tp_size` of `distributed`"),
+    ],
+)
+def test_labels_that_one_process_alone_counts_are_refused_where_others_have_the_same_batch(ways, division, name):
+    """`Trainer` divides the number of labels by that of the processes with the same batch, also if it has no sum."""
+    recipe = Recipe("model", ("a.txt",), "out", steps=1, trainer={"average_tokens_across_devices": False}, **ways)
+    state = SimpleNamespace(num_processes=2, device=torch.device("cpu"))  # of accelerate, in a run of two processes
+    with pytest.raises(ValueError, match=f"average_tokens_across_devices` .* must be true with {name}, where several"):
+        prepare_arguments(recipe, state, division)
+
+
+@pytest.mark.parametrize(
+    "trainer, division, message",
+    [
+        ({}, DistributedConfig(fsdp_size=1), "does not work with `distributed`, whose checkpoints are in parts"),
+        ({"eval_steps": 10}, None, "needs a held-out loss for each checkpoint and no other: leave out"),
+        ({"greater_is_better": True}, None, "chooses the lowest held-out loss: leave out `metric_for_best_model`"),
+        ({"metric_for_best_model": "runtime"}, None, "chooses the lowest held-out loss: leave out"),
+    ],
+)
+def test_a_best_checkpoint_that_cannot_be_chosen_or_loaded_is_refused(trainer, division, message):
+    trainer |= {"load_best_model_at_end": True}
+    recipe = Recipe("model", ("a.txt",), "out", steps=100, save_every=50, trainer=trainer)
+    with pytest.raises(ValueError, match=message):
+        prepare_arguments(recipe, PartialState(cpu=True), division)
 
 
 def test_a_division_by_accelerate_beside_a_pipeline_is_refused(tmp_path, monkeypatch):

@@ -47,6 +47,7 @@ MODELS |= {
     name: ("llama", {"num_hidden_layers": 3, "residual_connection": name}) for name in ("mhc", "denseformer")
 } | {"switches": ("llama", {"num_hidden_layers": 3} | SWITCHES)}
 TRAINED, THOROUGH = ("llama", "qwen3", "kimi_linear"), ("llama", "kimi_linear")
+REFUSED = "gpt_neox, tied"
 
 
 def make_model(name: str) -> PreTrainedModel:
@@ -70,6 +71,8 @@ def compare(folder: Path) -> None:
     """Run `sequence_parallel_session.py` in four processes."""
     for name in MODELS:
         make_model(name).save_pretrained(folder / name, save_original_format=False)
+    refused = member_config("gpt_neox, sequential", num_hidden_layers=2, vocab_size=100)
+    AutoModelForCausalLM.from_config(refused).save_pretrained(folder / REFUSED)
     session = Path(__file__).with_name("sequence_parallel_session.py")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = forks.launch(session, folder, processes=PROCESSES, env=environment, timeout=600)
@@ -180,3 +183,8 @@ def test_the_sequence_of_a_model_that_is_not_divided_is_refused():
     standard = LlamaForCausalLM(LlamaConfig(**COMMON))
     with pytest.raises(ValueError, match="a LlamaForCausalLM cannot be divided: the model must be of this family"):
         shard_sequence(standard)
+
+
+@pytest.mark.slow
+def test_a_divided_head_that_is_tied_to_a_whole_embedding_is_refused(results):
+    assert "plan of attnres_gpt_neox divides the head, but not the token embedding, to which the" in results[REFUSED]

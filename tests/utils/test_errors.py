@@ -7,7 +7,7 @@ import socket
 import pytest
 from safetensors import SafetensorError
 
-from attnres.utils.errors import is_lost_connection, why_not_written
+from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,18 @@ GLOO = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:4008: Connection
 def test_a_lost_connection_to_another_process_is_recognised(error, processes, is_lost, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", processes)
     assert is_lost_connection(error) == is_lost
+
+
+@pytest.mark.parametrize(
+    "error, processes, is_expected",
+    [
+        (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete"), "2", True),
+        (RuntimeError("wait timeout after 5000ms, keys: /default_pg/0//1//cpu//0/1"), "2", True),
+        (RuntimeError("The client socket has timed out after 5000ms while trying to connect"), "2", True),
+        (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 12000ms for recv operation to complete"), "1", False),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "2", False),  # of a disk or of the Hub
+    ],
+)
+def test_a_wait_for_another_process_that_took_too_long_is_recognised(error, processes, is_expected, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    assert is_timeout(error) == is_expected

@@ -1,0 +1,129 @@
+"""Limit the time that processes of a run wait for each other, and say in one line when the limit is reached."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch.distributed.checkpoint.api import CheckpointException
+
+from attnres.utils.errors import is_timeout
+
+from .pipeline_settings import LONGEST_TIMEOUT, PipelineSettings, read_settings
+from .recipe import Recipe
+
+_BEAT = 1.0  # seconds between two signs of life of the first process
+
+
+def wait_limit(recipe: Recipe) -> int:
+    """Return the seconds that a process of a run waits for the others.
+
+    Args:
+        recipe: The recipe of the run. `timeout` of its `pipeline` gives the limit, and without a pipeline
+            `trainer.ddp_timeout`, whose default in `transformers` is half an hour.
+
+    Raises:
+        ValueError: `trainer.ddp_timeout` is not a positive number.
+    """
+    if (settings := read_settings(recipe.pipeline)) is not None:
+        return settings.timeout
+    seconds = recipe.trainer.get("ddp_timeout", 1800)
+    if isinstance(seconds, bool) or not isinstance(seconds, int) or not 1 <= seconds <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"`trainer.ddp_timeout` of the recipe is {seconds!r}, but must be a number of seconds, from 1 to "
+            f"{LONGEST_TIMEOUT}."
+        )
+    return seconds
+
+
+@contextmanager
+def explained_timeouts(recipe: Recipe) -> Iterator[None]:
+    """Turn the error of a transfer or a collective that takes too long inside the block into one that says so.
+
+    Args:
+        recipe: The recipe of the run.
+
+    Raises:
+        RuntimeError: A transfer or a collective has not ended within the time limit.
+    """
+    try:
+        yield
+    except (RuntimeError, CheckpointException) as error:
+        if not is_timeout(error):
+            raise
+        settings, rank = read_settings(recipe.pipeline), int(os.environ.get("RANK", "0"))
+        if settings is None:
+            remedy = "`trainer.ddp_timeout` of the recipe"
+        else:
+            neighbours = _neighbours(settings, rank)
+            remedy = f"Its neighbours in the pipeline: {neighbours}. `timeout` of the recipe's `pipeline`"
+        raise RuntimeError(
+            f"process {rank} has waited {wait_limit(recipe)} seconds for the other processes: one of them hangs, or a "
+            f"step takes longer. {remedy} sets the limit."
+        ) from error
+
+
+def _neighbours(settings: PipelineSettings, rank: int) -> str:
+    """Return the ranks of the processes before and after a process in its pipeline, in words."""
+    replica, stage = divmod(rank, settings.stages)
+    steps = (-1, 1) if settings.stages > 2 else (1,)
+    return " and ".join(str(replica * settings.stages + (stage + step) % settings.stages) for step in steps)
+
+
+@contextmanager
+def first_process_first(state: PartialState, seconds: int) -> Iterator[None]:
+    """Run the block in the first process, and afterwards in the others, however long the first one takes.
+
+    The first process may tokenise for hours, so that a limit of its time would be wrong. In another thread it gives a
+    sign of life every second. The other processes wait for each sign no longer than the limit.
+
+    Args:
+        state: The processes of the run.
+        seconds: The longest time between two signs of life.
+
+    Raises:
+        RuntimeError: The first process has given no sign of life for too long, or has ended.
+    """
+    if state.num_processes == 1:
+        yield
+        return
+    # gloo, so that tensors on CPUs travel between processes with GPUs too.
+    group = dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo")
+    if not state.is_main_process:
+        has_ended = torch.zeros(())
+        while not has_ended:
+            dist.broadcast(has_ended, src=0, group=group)
+        yield
+        return
+    ended, failed = threading.Event(), threading.Event()
+    errors: list[RuntimeError] = []
+
+    def give_signs() -> None:
+        has_ended = False
+        try:
+            while not has_ended and not failed.is_set():
+                has_ended = ended.wait(_BEAT)
+                if not failed.is_set():
+                    dist.broadcast(torch.tensor(float(has_ended)), src=0, group=group)
+        except RuntimeError as error:  # another process hangs or has ended
+            errors.append(error)
+
+    signs = threading.Thread(target=give_signs, daemon=True)
+    signs.start()
+    try:
+        yield
+    except BaseException:
+        failed.set()  # the others must not go on; they notice that this process ends
+        raise
+    finally:
+        ended.set()
+        signs.join()
+    if errors:
+        raise errors[0]
+
+
+__all__ = ["explained_timeouts", "first_process_first", "wait_limit"]
