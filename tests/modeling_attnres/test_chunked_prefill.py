@@ -53,11 +53,12 @@ def test_a_prompt_in_chunks_gives_the_logits_of_one_pass(model, padding):
         assert_same(generate(model, prompts(*padding), chunk), expected)
 
 
-@pytest.mark.parametrize("backbone", ["llama", "kimi_linear"])
-def test_chunks_fill_a_static_cache_as_one_pass_does(backbone):
-    model, options = build_member(backbone), {"cache_implementation": "static"}
-    expected = generate(model, prompts(0, 3, 11), None, **options)
-    assert_same(generate(model, prompts(0, 3, 11), 5, **options), expected)
+# For a chunk of one token, `transformers` leaves the padding out of the masks for a static cache.
+@pytest.mark.parametrize("chunk", [5, 1])
+def test_chunks_fill_a_static_cache_as_one_pass_does(model, chunk):
+    options = {"cache_implementation": "static"}
+    expected = generate(model, prompts(0, 3, 11), None)
+    assert_same(generate(model, prompts(0, 3, 11), chunk, **options), expected)
 
 
 @pytest.mark.parametrize("backbone", ["llama", "kimi_linear"])
