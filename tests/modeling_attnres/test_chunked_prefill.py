@@ -23,6 +23,9 @@ def model(request) -> PreTrainedModel:
         return model
     # Phi-3's LongRoPE has other frequencies for rows of more than 16 tokens, so there the chunks of a row matter.
     fields = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if request.param == "phi3" else {}
+    if "gpt_neox" in request.param:
+        # The backbone does not know the field, but the static cache takes its size from it.
+        fields["num_key_value_heads"] = COMMON["num_attention_heads"]
     return build_member(request.param, attn_res_block_size=3, **fields)
 
 
