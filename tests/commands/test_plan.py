@@ -58,7 +58,7 @@ def test_serving_is_planned_with_caches_and_experts_that_groups_share():
 
 def test_the_json_has_all_layouts_of_a_model_directory(tmp_path):
     LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     ).save_pretrained(tmp_path)
     options = ["--devices", "4", "--context", "128", "--batch-tokens", "1024", "--json"]
     reasons = {"--train": "tensor parallelism beside a pipeline", "--serve": "a pipeline that serves"}
