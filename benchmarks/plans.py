@@ -7,7 +7,19 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from attnres import ResidualConfig
-from attnres.analysis.planning import Batch, Costs, Device, Job, Pipeline, Plan, overhead, paper_sends, search, trace
+from attnres.analysis.planning import (
+    Batch,
+    Costs,
+    Device,
+    Job,
+    Pipeline,
+    Plan,
+    missing_engine,
+    overhead,
+    paper_sends,
+    search,
+    trace,
+)
 from attnres.analysis.tables import update_tables
 from attnres.commands.plan import gathered, gigabytes
 from attnres.configuration import load
@@ -63,7 +75,7 @@ def rows(jobs: dict[str, tuple[int, int, tuple[int, ...]]], training: bool) -> I
                 if not found.fitting:
                     part = found.nearest.dominant_memory
                     text = f"none; the nearest needs {gigabytes(found.nearest.total_memory)} GB, mostly {part}"
-                    yield [*head, text, *[""] * (6 if training else 4)]
+                    yield [*head, text, *[""] * (7 if training else 5)]
                     continue
                 yield [*head, *cells(found.fitting[0], count, training)]
 
@@ -79,6 +91,7 @@ def cells(plan: Plan, devices: int, training: bool) -> Iterator[str]:
     yield f"{gigabytes(plan.total_memory)}, mostly {plan.dominant_memory}"
     yield f"{plan.tokens_per_second / devices:,.0f}"
     yield plan.dominant_time
+    yield "yes" if missing_engine(layout, training) is None else "no"
 
 
 def prefill_rows() -> Iterator[list[str]]:
@@ -116,7 +129,10 @@ def sent_rows() -> Iterator[list[str]]:
 def main() -> None:
     """Compute all tables, and write them into the guide."""
     rates = [f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in BANDWIDTHS]
-    head, tail = ("model", "devices", "GB", "layout", "expert"), ("GB used", "tokens/s and device", "time is mostly")
+    head, tail = (
+        ("model", "devices", "GB", "layout", "expert"),
+        (*("GB used", "tokens/s and device", "time is mostly", "runs here"),),
+    )
     tables = {
         "training layouts": markdown([*head, "shards", "recompute", *tail], rows(TRAINED, training=True)),
         "serving layouts": markdown([*head, *tail], rows(SERVED, training=False)),

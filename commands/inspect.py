@@ -1,14 +1,10 @@
 """`attnres inspect`: measure one model or two on a text, and write the report."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +17,8 @@ from attnres.conversion.whole import check_before_loading, check_source_sizes, c
 from attnres.loading_attnres import check_shapes, explain_broken_shard
 from attnres.utils.progress import ProgressBar, print_line
 from attnres.utils.quiet import quiet_transformers
+
+from .one_line import explanation, in_one_line
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class InspectedSource:
         """
         shared = {"trust_remote_code": self.trust_remote_code}
         check_source_sizes(self.name, self.revision)
-        with _in_one_line(self.name, "configuration"):
+        with in_one_line(self.name, "configuration"):
             AutoConfig.from_pretrained(self.name, revision=self.revision, **shared)
         # The tokenizer is loaded before the model, since it takes less time to fail.
         name = self.tokenizer or self.name
@@ -61,10 +59,10 @@ class InspectedSource:
             revision = None if self.tokenizer else self.revision
             tokenizer = load_tokenizer(name, remedy=remedy, revision=revision, **shared)
         except OSError as error:
-            raise ValueError(_explanation(name, "tokenizer", error)) from error
+            raise ValueError(explanation(name, "tokenizer", error)) from error
         options = {"dtype": self.dtype, "device_map": self._device()}
         check_before_loading(AutoModelForCausalLM, self.name, revision=self.revision, **options, **shared)
-        with _in_one_line(self.name, "model"), explain_broken_shard(self.name):
+        with in_one_line(self.name, "model"), explain_broken_shard(self.name):
             model, info = AutoModelForCausalLM.from_pretrained(
                 self.name,
                 revision=self.revision,
@@ -88,27 +86,6 @@ class InspectedSource:
         if self.device not in (*names, accelerator.type if accelerator else "cpu"):
             raise ValueError(f"the device must be one of auto, {', '.join(names)}, got {self.device!r}.")
         return self.device
-
-
-# The errors that `from_pretrained` raises on files that are missing or damaged.
-_LOADING_ERRORS = (
-    *(ArithmeticError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError),
-    *(StrictDataclassError, UnpicklingError),
-)
-
-
-@contextmanager
-def _in_one_line(name: str, part: str) -> Iterator[None]:
-    """Turn loading errors within the block into a `ValueError` of one line that names the model and the part."""
-    try:
-        yield
-    except _LOADING_ERRORS as error:
-        raise ValueError(_explanation(name, part, error)) from error
-
-
-def _explanation(name: str, part: str, error: BaseException) -> str:
-    """Return the message that a part of a model, such as its tokenizer, cannot be loaded."""
-    return f"the {part} of {name} cannot be loaded. ({type(error).__name__}: {' '.join(str(error).split())})"
 
 
 def run_inspect(

@@ -70,6 +70,9 @@ def plan(
     network: Annotated[float, typer.Option(min=0.001, max=10**6, help="GB/s between devices of two nodes.")] = 50,
     per_node: Annotated[int, typer.Option(min=1, max=2**16, help="Devices of a node.")] = 8,
     shown: Annotated[int, typer.Option(min=1, max=10**6, help="Layouts to show.")] = 8,
+    runnable: Annotated[
+        bool, typer.Option("--runnable", help="Only layouts that `attnres train` runs; with --serve, `generate`.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with all layouts that fit.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of CONFIG on the Hub.")] = None,
     debug: Debug = False,
@@ -93,11 +96,13 @@ def plan(
             f"--batch-tokens must be a multiple of --context ({context:,}), got {tokens:,}: "
             f"{max(1, tokens // context) * context:,} is one."
         )
-    if config not in configuration_names():
+    is_directory, is_named = Path(config).is_dir(), config in configuration_names()
+    if not is_named:
         check_source(config, configuration_names())
-    elif revision is not None:
-        raise typer.BadParameter(f"--revision belongs to models on the Hub, and {config} is a named configuration.")
-    if Path(config).is_dir() and not (Path(config) / "config.json").is_file():
+    if revision is not None and (is_directory or is_named):
+        kind = "directory" if is_directory else "named configuration"
+        raise typer.BadParameter(f"--revision belongs to models on the Hub, and {config} is a {kind}.")
+    if is_directory and not (Path(config) / "config.json").is_file():
         raise typer.BadParameter(f"{config} holds no config.json: give the directory of a model.")
     with loading():
         from attnres.analysis.planning import Device, Job
@@ -113,4 +118,4 @@ def plan(
         per_node=per_node,
     )
     job = Job(devices, context, tokens, not serve, optimizer.value, min(prefill_chunk, context))
-    run_plan(config, job, device, shown=shown, as_json=json, revision=revision)
+    run_plan(config, job, device, shown=shown, runnable=runnable, as_json=json, revision=revision)

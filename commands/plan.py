@@ -10,16 +10,35 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig
 
 from attnres import ResidualConfig
-from attnres.analysis.planning import Costs, Device, Job, Layout, Plan, Search, devices_that_fit, search
+from attnres.analysis.planning import (
+    Costs,
+    Device,
+    Job,
+    Layout,
+    Plan,
+    Search,
+    devices_that_fit,
+    missing_engine,
+    search,
+)
 from attnres.configuration import load, names
 from attnres.conversion.family import member_config
 from attnres.conversion.whole import check_source_sizes
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 
+from .one_line import in_one_line
+
 
 def run_plan(
-    source: str, job: Job, device: Device, *, shown: int = 8, as_json: bool = False, revision: str | None = None
+    source: str,
+    job: Job,
+    device: Device,
+    *,
+    shown: int = 8,
+    runnable: bool = False,
+    as_json: bool = False,
+    revision: str | None = None,
 ) -> None:
     """Print the layouts of a job that fit.
 
@@ -28,6 +47,7 @@ def run_plan(
         job: The job.
         device: The devices.
         shown: The largest number of layouts in the table.
+        runnable: Whether to plan only layouts that this package runs.
         as_json: Whether to print JSON, with all layouts.
         revision: Branch, tag or commit on the Hub.
 
@@ -37,15 +57,19 @@ def run_plan(
     config = read_config(source, revision)
     costs = Costs(config, job)
     with status(Console(stderr=True), f"Tracing {source}"):
-        found = search(costs, device)
+        with in_one_line(source, "model"):
+            # Numbers that no model can have show here, and the traces are kept.
+            costs.trace(1)
+        found = search(costs, device, runnable=runnable)
         if not found.fitting:
-            raise ValueError(explain_miss(found, costs, device))
+            raise ValueError(explain_miss(found, costs, device, runnable=runnable))
     if as_json:
-        print(json.dumps({"source": source, "job": asdict(job), "device": asdict(device), "plans": records(found)}))
+        plans = records(found, job.training)
+        print(json.dumps({"source": source, "job": asdict(job), "device": asdict(device), "plans": plans}))
         return
     # A row is one line, also where the terminal is narrow or there is none.
-    console = Console(width=max(160, Console().width))
-    console.print(plan_table(found.fitting[:shown]))
+    console = Console(width=max(180, Console().width))
+    console.print(plan_table(found.fitting[:shown], job.training))
     console.print(
         f"{len(found.fitting)} layouts fit into {gigabytes(found.limit)} GB of {gigabytes(device.memory)} GB. "
         "Memory is counted; times are estimates.",
@@ -62,28 +86,33 @@ def read_config(source: str, revision: str | None = None) -> ResidualConfig:
     if source in names() and not Path(source).is_dir():
         return load(source)
     check_source_sizes(source, revision)
-    with quiet_transformers():
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, revision=revision)
+    with quiet_transformers(), in_one_line(source, "configuration"):
+        try:
+            config: PreTrainedConfig = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError("It needs code that comes with the model, which `attnres plan` does not run.") from error
     return config if isinstance(config, ResidualConfig) else member_config(config)
 
 
-def plan_table(plans: Iterable[Plan]) -> Table:
+def plan_table(plans: Iterable[Plan], training: bool) -> Table:
     """Return a table of plans, one a row."""
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("memory is mostly", "time is mostly") else "right")
     for plan in plans:
-        table.add_row(*table_row(plan))
+        table.add_row(*table_row(plan, training))
     return table
 
 
 COLUMNS = (
     *("data x tensor x pipeline", "virtual", "expert", "shards", "gathered", "recompute", "GB", "memory is mostly"),
-    *("GB sent", "seconds", "tokens/s", "time is mostly"),
+    *("GB sent", "seconds", "tokens/s", "time is mostly", "runs here"),
 )
 
 
-def table_row(plan: Plan) -> list[str]:
+def table_row(plan: Plan, training: bool) -> list[str]:
     """Return the cells of a plan's row under [`COLUMNS`]."""
     layout = plan.layout
     part, slowest = plan.dominant_memory, plan.dominant_time
@@ -98,6 +127,7 @@ def table_row(plan: Plan) -> list[str]:
         f"{plan.total_seconds:.3g}",
         f"{plan.tokens_per_second:,.0f}",
         slowest,
+        "yes" if missing_engine(layout, training) is None else "no",
     ]
 
 
@@ -106,12 +136,15 @@ def gathered(layout: Layout) -> str:
     return "per layer" if layout.reshard else "per step" if layout.shard > 1 else "-"
 
 
-def records(found: Search) -> list[dict]:
+def records(found: Search, training: bool) -> list[dict]:
     """Return all plans that fit as values of JSON."""
-    return [asdict(plan) | {"total_memory": plan.total_memory} for plan in found.fitting]
+    return [
+        asdict(plan) | {"total_memory": plan.total_memory, "missing_engine": missing_engine(plan.layout, training)}
+        for plan in found.fitting
+    ]
 
 
-def explain_miss(found: Search, costs: Costs, device: Device) -> str:
+def explain_miss(found: Search, costs: Costs, device: Device, *, runnable: bool = False) -> str:
     """Explain in one line why no layout fits, and name remedies."""
     nearest, job = found.nearest, costs.job
     layout, part = nearest.layout, nearest.dominant_memory
@@ -121,7 +154,7 @@ def explain_miss(found: Search, costs: Costs, device: Device) -> str:
         f"No layout of {job.devices} devices fits: the nearest ({division}) needs {gigabytes(nearest.total_memory)} GB "
         f"of {gigabytes(found.limit)} GB, mostly {part} ({gigabytes(nearest.memory[part])} GB)."
     )
-    enough = devices_that_fit(costs, device)
+    enough = devices_that_fit(costs, device, runnable=runnable)
     helps = [f"{enough} devices would do"] if enough else []
     if part in ("activations", "block states", "caches"):
         helps.append("a shorter --context would help")

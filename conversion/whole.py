@@ -208,7 +208,8 @@ def load_whole(
         part: A function that gives the names of the tensors to load. The others are not read, and stay on the meta
             device; non-persistent buffers are made. Without it, and where the checkpoint is quantised, a GGUF file, or
             lacks tensors that start anew, all tensors are loaded.
-        options: The other arguments of `from_pretrained`.
+        options: The other arguments of `from_pretrained`. Code that comes with the model runs only with
+            `trust_remote_code=True`, and nobody is asked.
 
     Returns:
         The model.
@@ -217,6 +218,8 @@ def load_whole(
         OSError, RuntimeError, ValueError: As [`check_before_loading`], before memory is taken; or the checkpoint lacks
             tensors of the model. The message names one.
     """
+    # Without this, `transformers` would ask whether it may run code that comes with the model.
+    options.setdefault("trust_remote_code", False)
     chosen = check_before_loading(auto_class, source, starts_anew=starts_anew, part=part, **options)
     with nullcontext() if chosen is None else _reading_only(*chosen):
         model, report = auto_class.from_pretrained(source, **options, output_loading_info=True)

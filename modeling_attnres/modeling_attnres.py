@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import conversion_mapping
+from transformers.masking_utils import create_masks_for_generate
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .configuration_attnres import AttnResConfig, Sublayers
@@ -89,6 +90,34 @@ class AttnResForCausalLM(ResidualHead, AttnResPreTrainedModel, kimi_linear.KimiL
 
     model_class = AttnResModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: AttnResConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        is_first_iteration: bool = True,
+        **kwargs: Any,
+    ) -> dict[str, Tensor | None]:
+        """Make the masks with which `generate` fills a static cache, one for each kind of layer.
+
+        `transformers` leaves out the padding of a single token, because a token that is generated is real. But a prompt
+        that is read in chunks may have a chunk of one token, which is padding in some rows.
+
+        Args:
+            config: the model's configuration.
+            inputs_embeds: `[batch, seq, ...]`, for its shape, dtype and device.
+            attention_mask: `[batch, tokens]`, 0 for padding, for the tokens in the cache and these.
+            args: other arguments of `transformers`' function of this name.
+            is_first_iteration: whether the tokens are of the prompt.
+            kwargs: other arguments of `transformers`' function of this name.
+        """
+        masks = create_masks_for_generate(config, inputs_embeds, attention_mask, *args, **kwargs)
+        is_token_of_prompt = is_first_iteration and inputs_embeds.shape[1] == 1 and attention_mask is not None
+        if is_token_of_prompt and "linear_attention" in masks and not bool(attention_mask[:, -1].all()):
+            masks["linear_attention"] = attention_mask[:, -1:]
+        return masks
 
 
 class AttnResForSequenceClassification(ResidualHead, PooledByMask, AttnResPreTrainedModel):

@@ -231,8 +231,10 @@ def for_linear_attention(
     elif isinstance(linear_mask, Tensor) and linear_mask.ndim == 2:
         # The first tokens of a longer mask are in the cache.
         is_real = linear_mask[:, -length:] != 0
-        if is_tracing(linear_mask) and length == 1:
-            is_real = None  # as in `transformers`, a single token is real; so no mask grows in the graph
+        if mask is linear_mask and length == 1 and is_tracing(mask) and cache is not None and cache.is_compileable:
+            # The mask may be as long as the static cache, and a graph does not know which of its tokens this one is. So
+            # a single token counts as real, as in `transformers`. `generate` passes a mask for each kind of layer.
+            is_real = None
         elif not isinstance(mask, Mapping):
             arguments, documents = _find_documents_under(arguments, config, dtype, documents, is_real)
     elif linear_mask is not None:

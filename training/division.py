@@ -252,7 +252,7 @@ def load_divided(
         build().save_pretrained(start, save_original_format=False)
     state.wait_for_everyone()
     try:
-        model = AutoModelForCausalLM.from_pretrained(start, distributed_config=division)
+        model = AutoModelForCausalLM.from_pretrained(start, distributed_config=division, trust_remote_code=False)
     finally:
         state.wait_for_everyone()
         if state.is_main_process:
@@ -275,7 +275,7 @@ def _joins_tensors(source: str) -> bool:
     if is_sharded_checkpoint(source):
         return False
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
     return any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model, add_legacy=False))
 
 

@@ -4,11 +4,12 @@ Memory is counted by running the model on tensors without data. Times are estima
 
 From a configuration to a row of the table, file by file: `building` makes the model without data; `weights` counts its
 parameters, and `tracing` the memory of a pass; `costs` keeps both; `training` and `serving` plan one layout; `search`
-plans all. `schedules` and `overhead` simulate pipelines.
+plans all, and `engines` tells which of them this package runs. `schedules` and `overhead` simulate pipelines.
 """
 
 from .building import Batch
 from .costs import Costs
+from .engines import missing_engine
 from .jobs import OPTIMIZERS, Device, Job, Layout, Plan
 from .overhead import Pipeline, overhead, simulate_step
 from .schedules import SCHEDULES, Simulation, paper_sends, rank_actions, sent_bytes, simulate
@@ -30,6 +31,7 @@ __all__ = [
     "Simulation",
     "Trace",
     "devices_that_fit",
+    "missing_engine",
     "overhead",
     "paper_sends",
     "plan_layout",

@@ -22,11 +22,16 @@ class Costs:
         job: The job. Layouts may use another number of devices.
 
     Raises:
-        ValueError: The context is longer than the model's, or the model has value residuals.
+        ValueError: The context is longer than the model's, the model's is less than one token, or the model has value
+            residuals.
     """
 
     def __init__(self, config: ResidualConfig, job: Job):
-        longest = getattr(config, "max_position_embeddings", None) or job.context
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is None:
+            longest = job.context
+        if longest < 1:
+            raise ValueError(f"`max_position_embeddings` of the model is {longest}, but must be at least 1.")
         if job.context > longest:
             raise ValueError(
                 f"The context must be at most {longest:,} tokens (`max_position_embeddings` of the model), got "
@@ -148,20 +153,33 @@ class Costs:
             self._kept[key] = sum(kept[n][0] for n in moment), sum(kept[n][1] for n in moment), working
         return self._kept[key]
 
-    def attention_flops(self, tokens: int) -> float:
-        """Return the products and sums between the last `tokens` of the context and all before them, in all layers.
+    @cached_property
+    def windows(self) -> list[int | None]:
+        """For each layer with attention between pairs of tokens, the most tokens that one sees; `None` for all.
 
-        Delta attention has few: its matrices are much larger than its states.
+        Delta attention has few products between tokens: its matrices are much larger than its states.
+        """
+        window = getattr(self.config, "sliding_window", None)
+        # Backbones without a list of kinds, such as Mistral, use their window in every layer.
+        every = "full_attention" if window is None else "sliding_attention"
+        kinds = getattr(self.config, "layer_types", None) or [every] * self.num_layers
+        window_of = {"full_attention": None, "sliding_attention": window}
+        return [window_of[kind] for kind in kinds if kind in window_of]
+
+    def attention_flops(self, tokens: int) -> float:
+        """Return the products and sums between the last `tokens` of the context and all that they see, in all layers.
+
+        Args:
+            tokens: Number of tokens.
         """
         config = self.config
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * self.num_layers
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         if getattr(config, "kv_lora_rank", None):
             # Half of the products are of queries and keys, half of weights and values.
             width = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
-        pairs = tokens * (self.job.context - tokens / 2)
-        return kinds.count("full_attention") * 2 * 2 * heads * width * pairs
+        pairs = sum(_visible_pairs(self.job.context, tokens, window) for window in self.windows)
+        return 2 * 2 * heads * width * pairs
 
     def attention_part(self, tensor: int) -> float:
         """Return the part of these that one of `tensor` devices computes: all, if the plan leaves attention whole."""
@@ -175,6 +193,18 @@ class Costs:
         attention = self.attention_flops(context) * self.attention_part(layout.tensor) / layout.stages
         stages = self.stages(layout.stages)
         return [2 * self.stage_weights(layout, [stage]).active * context + attention for stage in stages]
+
+
+def _visible_pairs(context: int, tokens: int, window: int | None) -> float:
+    """Return the number of pairs of one of the last `tokens` of a context and a token that it sees.
+
+    A token sees those before it, but at most `window`.
+    """
+    before = context - tokens
+    window = context if window is None else min(window, context)
+    # The number rises from token to token until a window is full.
+    rising = max(0, window - before)
+    return rising * (before + rising / 2) + (tokens - rising) * window
 
 
 __all__ = ["Costs"]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from .costs import Costs
+from .engines import missing_engine
 from .jobs import Device, Job, Layout, Plan
 from .serving import plan_serving
 from .training import plan_training
@@ -84,7 +85,7 @@ def _choices(layout: Layout, microbatches: int, layers: int) -> Iterator[Layout]
                 yield replace(layout, virtual=virtual, reshard=reshard, checkpointing=checkpointing)
 
 
-def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
+def search(costs: Costs, device: Device, job: Job | None = None, *, runnable: bool = False) -> Search:
     """Plan all layouts of a job.
 
     The fastest come first. Speeds within 5% count as equal: then layouts with fewer stages come first, next those with
@@ -94,12 +95,16 @@ def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
         costs: The costs of the model.
         device: The devices.
         job: The job; by default that of `costs`. It may have another number of devices.
+        runnable: Whether to plan only layouts that this package runs; see [`missing_engine`].
 
     Raises:
         ValueError: No layout is possible, whatever the memory.
     """
     job = job or costs.job
-    plans = [plan_layout(costs, layout, device) for layout in layouts(costs, job, device)]
+    possible = [
+        layout for layout in layouts(costs, job, device) if not runnable or missing_engine(layout, job.training) is None
+    ]
+    plans = [plan_layout(costs, layout, device) for layout in possible]
     if not plans:
         raise ValueError(
             f"No layout of {job.devices:,} devices divides a batch of {job.sequences:,} sequences: take another number "
@@ -117,13 +122,20 @@ def search(costs: Costs, device: Device, job: Job | None = None) -> Search:
     return Search(tuple(sorted(fitting, key=rank)), min(plans, key=lambda plan: plan.total_memory), limit)
 
 
-def devices_that_fit(costs: Costs, device: Device, most: int = 64) -> int | None:
-    """Return the smallest number of devices that fits, among doublings of the job's up to `most` times as many."""
+def devices_that_fit(costs: Costs, device: Device, most: int = 64, *, runnable: bool = False) -> int | None:
+    """Return the smallest number of devices that fits, among doublings of the job's up to `most` times as many.
+
+    Args:
+        costs: The costs of the model.
+        device: The devices.
+        most: The largest multiple of the job's devices.
+        runnable: As in [`search`].
+    """
     factor = 2
     while factor <= most:
         job = replace(costs.job, devices=costs.job.devices * factor)
         try:
-            if search(costs, device, job).fitting:
+            if search(costs, device, job, runnable=runnable).fitting:
                 return job.devices
         except ValueError:
             return None

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -23,6 +24,7 @@ from attnres.analysis.planning import (
     trace,
 )
 from attnres.analysis.planning.search import devices_that_fit, layouts
+from attnres.backbones_attnres import config_on
 from attnres.configuration import count_parameters, load, names
 from attnres.conversion.family import retrofit_config
 
@@ -190,6 +192,30 @@ def test_a_gather_among_nodes_uses_all_their_network_links_and_an_exchange_each_
     assert device.exchange_seconds(15 * 90, 16) == 8 * 90 / 50
     assert device.exchange_seconds(7 * 90, 8) == 7 * 90 / 450
     assert device.exchange_seconds(0, 1) == 0
+
+
+@pytest.mark.parametrize("backbone", ["mistral", "gemma3_text"])  # a window in every layer, and in five of six
+@pytest.mark.parametrize("tokens", [1, 200, 512])
+def test_attention_counts_the_pairs_that_its_window_shows(backbone, tokens):
+    context, window = 512, 100
+    config = config_on(backbone)(
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=99,
+        intermediate_size=96,
+        sliding_window=window,
+    )
+    query, key = torch.arange(context - tokens, context)[:, None], torch.arange(context)
+    # A token sees itself by half, as an integral over the tokens counts it.
+    seen = (key < query) + 0.5 * (key == query)
+    full, sliding = seen.sum().item(), (seen * (key > query - window)).sum().item()
+    layers = 6 if backbone == "mistral" else 5
+    expected = 4 * 4 * 16 * (layers * sliding + (6 - layers) * full)
+    found = Costs(config, Job(1, context, context)).attention_flops(tokens)
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def test_layouts_use_all_devices_and_divide_what_they_share(tiny):

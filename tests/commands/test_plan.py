@@ -1,15 +1,19 @@
 """`attnres plan` prints layouts as a table and as JSON, and says in one line why none fits."""
 
 import json
+from itertools import product
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from attnres.analysis.planning import Costs, Device, Job, Layout, plan_layout
+from attnres.analysis.planning import Costs, Device, Job, Layout, missing_engine, plan_layout
 from attnres.commands.app import app
 from attnres.commands.options_plan import parse_memory
 from attnres.commands.plan import read_config
+from attnres.training.division import read_division
+from attnres.training.pipeline_settings import count_replicas, read_settings
 
 # Nodes of one device leave out tensor parallelism, whose traces take time.
 TINY = ["plan", "attnres-tiny", "--devices", "4", "--context", "256", "--batch-tokens", "4096", "--per-node", "1"]
@@ -28,7 +32,8 @@ def test_the_table_has_a_line_for_each_layout_and_names_what_dominates():
     assert done.exit_code == 0, done.output
     heading, *lines, total = done.stdout.splitlines()
     assert len(lines) == 3
-    assert all(name in heading for name in ("data x tensor x pipeline", "expert", "GB sent", "tokens/s"))
+    assert all(name in heading for name in ("data x tensor x pipeline", "expert", "GB sent", "tokens/s", "runs here"))
+    assert all(line.split()[-1] in ("yes", "no") for line in lines)
     assert "Memory is counted; times are estimates." in total
 
 
@@ -53,10 +58,11 @@ def test_serving_is_planned_with_caches_and_experts_that_groups_share():
 
 def test_the_json_has_all_layouts_of_a_model_directory(tmp_path):
     LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     ).save_pretrained(tmp_path)
     options = ["--devices", "4", "--context", "128", "--batch-tokens", "1024", "--json"]
-    for mode in ("--train", "--serve"):
+    reasons = {"--train": "tensor parallelism beside a pipeline", "--serve": "a pipeline that serves"}
+    for mode, reason in reasons.items():
         done = run("plan", str(tmp_path), *options, mode)
         assert done.exit_code == 0, done.output
         read = json.loads(done.stdout)
@@ -64,10 +70,91 @@ def test_the_json_has_all_layouts_of_a_model_directory(tmp_path):
             assert Layout(**plan["layout"]).devices == 4
             assert plan["total_memory"] == pytest.approx(sum(plan["memory"].values()))
         assert max(plan["layout"]["tensor"] for plan in read["plans"]) > 1
+        # The layouts that need another engine are marked, and left out on demand.
+        assert reason in {plan["missing_engine"] for plan in read["plans"]}
+        here = [plan for plan in read["plans"] if plan["missing_engine"] is None]
+        runnable = json.loads(run("plan", str(tmp_path), *options, mode, "--runnable").stdout)["plans"]
+        assert sorted(map(str, runnable)) == sorted(map(str, here))
     # A plan can be made again from what is printed.
     costs, plan = Costs(read_config(str(tmp_path)), Job(**read["job"])), read["plans"][0]
     again = plan_layout(costs, Layout(**plan["layout"]), Device(**read["device"]))
     assert (again.memory, again.seconds, again.sent) == (plan["memory"], plan["seconds"], plan["sent"])
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def refusal(folder: Path, fields: object) -> str:
+    """Return the error for a directory that holds these fields alone."""
+    (folder / "config.json").write_text(json.dumps(fields))
+    done = run("plan", str(folder), "--devices", "2", "--context", "64", "--per-node", "1", "--json")
+    # As the command line does, which takes a `ValueError` of this package for a message to the user.
+    assert isinstance(done.exception, ValueError), done.exception
+    assert not done.stdout
+    message = str(done.exception)
+    assert "\n" not in message
+    return message
+
+
+def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(tmp_path, monkeypatch):
+    def answer(question: str = "") -> str:
+        raise AssertionError(f"asked: {question}")
+
+    monkeypatch.setattr("builtins.input", answer)
+    (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    message = refusal(tmp_path, {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.Foreign"}})
+    assert "code that comes with the model, which `attnres plan` does not run" in message
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({}, "model_type"),
+        ({"model_type": "zzz"}, "zzz"),
+        (LLAMA | {"model_type": ["llama"]}, "configuration"),
+        (LLAMA | {"hidden_size": 1.5}, "hidden_size"),
+        (LLAMA | {"vocab_size": None}, "vocab_size"),
+        (LLAMA | {"num_attention_heads": 0}, "configuration"),
+        (LLAMA | {"num_attention_heads": 7}, "attention heads"),
+        (LLAMA | {"rms_norm_eps": 1}, "rms_norm_eps"),
+        (LLAMA | {"max_position_embeddings": -1}, "`max_position_embeddings` of the model is -1"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_no_model_has_is_refused_in_one_line(tmp_path, fields, part):
+    assert part in refusal(tmp_path, fields)
+
+
+def test_a_revision_of_a_directory_is_refused(tmp_path):
+    LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    done = run("plan", str(tmp_path), "--devices", "2", "--revision", "main")
+    assert done.exit_code == 2
+    assert "--revision belongs to models on the Hub" in on_one_line(done.output)
+
+
+def test_the_recipe_takes_the_division_of_each_layout_that_runs_here():
+    for *sizes, reshard, virtual in product(*[(1, 2, 4)] * 5, (False, True), (1, 2)):
+        data, tensor, pipeline, expert, shard = sizes
+        layout = Layout(*sizes, reshard, virtual=virtual)
+        is_possible = data % shard == 0 and shard * tensor % expert == 0 and (pipeline > 1 or virtual == 1)
+        if not is_possible or missing_engine(layout, training=True) is not None:
+            continue
+        if pipeline > 1:
+            taken = read_settings({"stages": pipeline, "virtual": virtual, "fsdp": shard > 1})
+            assert count_replicas(taken, layout.devices) == data
+        else:
+            division = {"fsdp_size": shard, "dp_replicate_size": data // shard, "tp_size": tensor, "ep_size": expert}
+            read_division(division | {"sequence_parallel": tensor > 1}, layout.devices)
 
 
 def test_a_model_that_fits_nowhere_gets_the_nearest_miss_and_a_remedy():

@@ -23,6 +23,9 @@ def model(request) -> PreTrainedModel:
         return model
     # Phi-3's LongRoPE has other frequencies for rows of more than 16 tokens, so there the chunks of a row matter.
     fields = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} if request.param == "phi3" else {}
+    if "gpt_neox" in request.param:
+        # The backbone does not know the field, but the static cache takes its size from it.
+        fields["num_key_value_heads"] = COMMON["num_attention_heads"]
     return build_member(request.param, attn_res_block_size=3, **fields)
 
 
@@ -53,11 +56,12 @@ def test_a_prompt_in_chunks_gives_the_logits_of_one_pass(model, padding):
         assert_same(generate(model, prompts(*padding), chunk), expected)
 
 
-@pytest.mark.parametrize("backbone", ["llama", "kimi_linear"])
-def test_chunks_fill_a_static_cache_as_one_pass_does(backbone):
-    model, options = build_member(backbone), {"cache_implementation": "static"}
-    expected = generate(model, prompts(0, 3, 11), None, **options)
-    assert_same(generate(model, prompts(0, 3, 11), 5, **options), expected)
+# For a chunk of one token, `transformers` leaves the padding out of the masks for a static cache.
+@pytest.mark.parametrize("chunk", [5, 1])
+def test_chunks_fill_a_static_cache_as_one_pass_does(model, chunk):
+    options = {"cache_implementation": "static"}
+    expected = generate(model, prompts(0, 3, 11), None)
+    assert_same(generate(model, prompts(0, 3, 11), chunk, **options), expected)
 
 
 @pytest.mark.parametrize("backbone", ["llama", "kimi_linear"])

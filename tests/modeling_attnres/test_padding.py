@@ -182,6 +182,15 @@ def test_a_first_chunk_of_padding_alone_changes_no_state(model, ids, first):
     assert_as_without_padding(model, ids[:2, :4], mask, torch.cat([start.logits, rest.logits], 1))
 
 
+def test_a_compiled_graph_sees_that_a_single_token_is_padding(model, ids):
+    column = torch.tensor([[1], [0]])
+    torch.compiler.reset()
+    prepare = torch.compile(model.model.prepare_rows, fullgraph=True, backend="eager")
+    for mask in (column, {"full_attention": None, "linear_attention": column}):
+        found = prepare({"input_ids": ids[:2, :1], "attention_mask": mask, CACHE: DynamicCache(config=model.config)})
+        assert torch.equal(found["real_tokens"], column.bool())
+
+
 def test_a_mask_as_long_as_a_static_cache_is_cut_to_the_tokens_so_far(model, ids):
     cache, mask = StaticCache(config=model.config, max_cache_len=20), torch.zeros(4, 20, dtype=torch.long)
     mask[:, :12] = 1
