@@ -109,6 +109,8 @@ class ResidualConnection(nn.Module):
     float32: ClassVar[bool] = False
     mixes_channels: ClassVar[bool] = False  # whether a channel of an input may depend on other channels of the state
     takes_norm: ClassVar[bool] = False  # whether a read gets the sublayer's norm module, and returns a normed input
+    # Tensor -> factor of the learning rate, for tensors that need a rate of their own. Optimizers of `attnres` read it.
+    rate_factors: ClassVar[dict[str, float]] = {}
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__()
@@ -259,4 +261,15 @@ def residual_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
         for module_name, module in model.named_modules()
         if isinstance(module, (ResidualConnection, ResidualNorm))
         for name, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def residual_rate_factors(model: nn.Module) -> dict[nn.Parameter, float]:
+    """Return factors of the learning rate for the tensors that need a rate of their own (`rate_factors`)."""
+    return {
+        parameter: module.rate_factors[name]
+        for module in model.modules()
+        if isinstance(module, ResidualConnection)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in module.rate_factors
     }

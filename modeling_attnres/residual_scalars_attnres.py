@@ -3,8 +3,8 @@
     h <- (1 + a_i) h + b_i v_0        before layer i; then the sublayers add their outputs as in the standard model
 
 `a_i` and `b_i` are scalars. Both start at 0, which is exactly the standard model. `a` acts on all later layers, so it
-needs about a hundredth of the learning rate of `b`. (nanochat also norms the embedding, and starts from a = 0.15 to
-0.05 and b = 0.20 to 0.05, by depth. Here the embedding stays as the backbone makes it.)
+gets a hundredth of the learning rate of `b`, as in nanochat. (nanochat also norms the embedding, and starts from
+a = 0.15 to 0.05 and b = 0.20 to 0.05, by depth. Here the embedding stays as the backbone makes it.)
 """
 
 from collections.abc import Mapping
@@ -41,6 +41,7 @@ class ResidualScalars(ResidualConnection):
     fields = field_defaults(ResidualScalarsFields)
     retrofit = {"residual_scalars_start": "standard"}
     float32 = True
+    rate_factors = {"stream": 0.01}
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)

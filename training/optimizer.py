@@ -15,7 +15,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zero
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
-from attnres.residual_attnres import residual_tensors
+from attnres.residual_attnres import residual_rate_factors, residual_tensors
 
 from .recipe import OPTIMIZERS, SCHEDULES
 
@@ -40,7 +40,8 @@ def build_optimizer(
         learning_rate: The rate of the backbone.
         weight_decay: The decay of matrices and kernels. Vectors (norms, biases, KDA's decay rates) and residual tensors
             do not decay.
-        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`.
+        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`. A connection
+            may declare a further factor for some of its tensors (`ResidualConnection.rate_factors`).
         betas: AdamW's betas.
         eps: AdamW's eps.
         momentum: Muon's `mu`.
@@ -66,9 +67,9 @@ def build_optimizer(
         "matrices": {"lr": learning_rate, "weight_decay": weight_decay, "method": "muon"},
         "others": {"lr": learning_rate, "weight_decay": weight_decay},
         "vectors": {"lr": learning_rate, "weight_decay": 0.0},
-        "residual": {"lr": learning_rate * residual_lr_factor, "weight_decay": 0.0},
     }
-    groups = _by_mesh([{"params": kinds[kind], **rule} for kind, rule in rules.items() if kinds[kind]])
+    groups = [{"params": kinds[kind], **rule} for kind, rule in rules.items() if kinds[kind]]
+    groups = _by_mesh(groups + _residual_groups(model, kinds["residual"], learning_rate * residual_lr_factor))
     return MuonAdamW(groups, lr=learning_rate, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum)
 
 
@@ -81,7 +82,8 @@ def parameter_groups(
         model: Any model. Only parameters that require a gradient are taken.
         learning_rate: The rate of the backbone.
         weight_decay: The decay of matrices. Vectors (norms, biases) and residual tensors do not decay.
-        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`.
+        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`. A connection
+            may declare a further factor for some of its tensors (`ResidualConnection.rate_factors`).
 
     Returns:
         The groups, without empty ones, each with `params`, `lr` and `weight_decay`.
@@ -90,7 +92,7 @@ def parameter_groups(
     groups = [
         {"params": kinds["matrices"] + kinds["others"], "lr": learning_rate, "weight_decay": weight_decay},
         {"params": kinds["vectors"], "lr": learning_rate, "weight_decay": 0.0},
-        {"params": kinds["residual"], "lr": learning_rate * residual_lr_factor, "weight_decay": 0.0},
+        *_residual_groups(model, kinds["residual"], learning_rate * residual_lr_factor),
     ]
     return [group for group in groups if group["params"]]
 
@@ -213,6 +215,14 @@ def build_schedule(
     return get_wsd_schedule(
         optimizer, warmup_steps, decay_steps, num_training_steps=steps, decay_type=decay_type, min_lr_ratio=min_rate
     )
+
+
+def _residual_groups(model: nn.Module, parameters: list[nn.Parameter], rate: float) -> list[dict[str, Any]]:
+    """Group residual tensors by the factors of the rate that their connections declare."""
+    factors, groups = residual_rate_factors(model), defaultdict(list)
+    for parameter in parameters:
+        groups[factors.get(parameter, 1.0)].append(parameter)
+    return [{"params": groups[f], "lr": rate * f, "weight_decay": 0.0} for f in sorted(groups, reverse=True)]
 
 
 def _by_mesh(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

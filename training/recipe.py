@@ -114,7 +114,8 @@ class Recipe:
         optimizer: `adamw`, or `muon` for the matrices.
         learning_rate: The highest rate of the schedule.
         weight_decay: The decay of matrices. Vectors and the tensors of residual connections do not decay.
-        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`.
+        residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`. A
+            connection may declare that some of its tensors get less, as the guide to training says.
         residual_alone: The share of the steps at the start in which only these tensors are trained.
         schedule: `cosine`, or `wsd` (warm-up, stable, decay).
         warmup: The share of the steps in which the rate rises from 0.

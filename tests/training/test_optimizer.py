@@ -92,6 +92,24 @@ def test_muon_takes_the_decoders_matrices_and_adamw_everything_else(tiny_model):
     assert rules[id(model.model.layers[1].mlp.gate.weight)]["method"] == "muon"
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_factor_of_the_stream_in_residual_scalars_learns_at_a_hundredth_of_the_rate(tiny_model, name):
+    model = tiny_model(residual_connection="residual_scalars")
+    optimizer = build_optimizer(model, name=name, learning_rate=0.1, residual_lr_factor=3.0)
+    rules, before = rules_of(optimizer), {n: tensor.detach().clone() for n, tensor in residual_tensors(model).items()}
+    fill_gradients(model, 0)
+    optimizer.step()
+    assert {n.rpartition(".")[2] for n in before} == {"stream", "embedding"}
+    for n, tensor in residual_tensors(model).items():
+        expected = 0.1 * 3.0 * (0.01 if n.endswith(".stream") else 1.0)
+        assert rules[id(tensor)]["lr"] == pytest.approx(expected)
+        assert rules[id(tensor)]["weight_decay"] == 0.0
+        # The first step of AdamW is as large as the rate.
+        assert (tensor - before[n]).abs().item() == pytest.approx(expected, rel=1e-3), n
+    build_schedule(optimizer, "wsd", steps=4, warmup_steps=2)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.0}  # the schedule holds for all groups
+
+
 def test_tied_embeddings_are_taken_once_and_by_adamw(tiny_model):
     model = tiny_model(tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
