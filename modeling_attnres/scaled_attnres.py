@@ -11,9 +11,10 @@
     depth         sqrt((k - 1) / k)   sqrt(1 / k)        0     nothing; k = l + 2 (Beam)
     mixed         sqrt(1 - beta^2)    sigmoid(w / 0.3)   0     w `[d]`, from beta = sqrt(1 / k) (Muse Spark)
 
-A learned factor is stored as its difference from 1 or, in `mixed`, w as its difference from the start. The first five
-forms start as the standard model, the first two with `scaled_start=1`. With `depth`, the stream is the standard one
-times `(1 + l)^(-1/2)`, so a norm's epsilon acts `1 + l` times as strongly; so it is with `mixed` at its start.
+A learned factor is stored as its difference from 1 or, in `mixed`, w as its difference from the start; there `alpha^2`
+is at least 1e-3. The first five forms start as the standard model, the first two with `scaled_start=1`. With `depth`,
+the stream is the standard one times `(1 + l)^(-1/2)`, so a norm's epsilon acts `1 + l` times as strongly; so it is with
+`mixed` at its start.
 """
 
 import math
@@ -36,7 +37,7 @@ _FORMS = {
     "depth": False,
     "mixed": False,
 }
-_TEMPERATURE, _LEAST = 0.3, 1e-3  # of `mixed`
+_TEMPERATURE, _LEAST = 0.3, 1e-3  # of `mixed`; the second bounds `alpha^2`
 
 
 class ScaledFields:
@@ -130,8 +131,9 @@ class Scaled(ResidualConnection):
         weight = self.weight.to(dtype)
         if self.form_name == "mixed":
             start = _TEMPERATURE * torch.logit(torch.tensor(k**-0.5, dtype=torch.float64)).item()
-            beta = ((start + weight) / _TEMPERATURE).sigmoid().clamp(_LEAST, 1 - _LEAST)
-            return (1 - beta * beta).sqrt(), beta
+            logits = (start + weight) / _TEMPERATURE
+            beta, rest = logits.sigmoid(), (-logits).sigmoid()  # `1 - beta` would round to 0
+            return (rest * (1 + beta)).clamp(min=_LEAST).sqrt(), beta
         scaled = 1 + weight
         if self.form_name == "layer":
             return scaled, scaled

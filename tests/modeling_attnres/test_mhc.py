@@ -1,13 +1,14 @@
-"""mHC: Sinkhorn's matrices, and a step against that of DeepSeek V4 in `transformers`."""
+"""mHC: Sinkhorn's matrices, and a step against those of DeepSeek V4 and GLM 5 in `transformers`."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperConnection
 
 from attnres.mhc_attnres import MHC, sinkhorn
 
@@ -75,13 +76,13 @@ def test_the_mixing_of_a_new_model_gets_a_gradient(backbones):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("implementation", [DeepseekV4HyperConnection, Glm5NextTextHyperConnection])
 @pytest.mark.parametrize("streams", [2, 4])
-def test_a_step_equals_that_of_another_implementation(backbones, streams):
+def test_a_step_equals_that_of_another_implementation(backbones, streams, implementation):
     fields = {"residual_connection": "mhc", "residual_streams": streams, "hidden_size": 8, "rms_norm_eps": 0.1}
     ours = MHC(backbones.member_config("llama", mhc_sinkhorn_iterations=6, **fields), 1)
-    theirs = DeepseekV4HyperConnection(
-        DeepseekV4Config(hidden_size=8, hc_mult=streams, hc_eps=0.0, hc_sinkhorn_iters=6, rms_norm_eps=0.1)
-    )
+    fields = {"hidden_size": 8, "hc_mult": streams, "hc_eps": 0.0, "hc_sinkhorn_iters": 6, "rms_norm_eps": 0.1}
+    theirs = implementation(SimpleNamespace(**fields))
     generator = torch.Generator().manual_seed(0)
     for tensor in ours.parameters():
         tensor.normal_(generator=generator)
@@ -93,7 +94,7 @@ def test_a_step_equals_that_of_another_implementation(backbones, streams):
     inputs, _, state = ours((x,))
     post, comb, expected = theirs(x)
     torch.testing.assert_close(inputs, expected)
-    # This is the write in DeepSeek V4's decoder layer.
+    # This is the write in the decoder layers of both models.
     expected = post.unsqueeze(-1) * output.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), x)
     torch.testing.assert_close(ours.write(state, output)[0], expected)
 

@@ -73,8 +73,8 @@ def scaled_recurrence(form: str, connections: list[Scaled]):
         if form == "mixed":
             start = 1 / math.sqrt(k)
             logit = 0.3 * math.log(start / (1 - start))
-            beta = (1 / (1 + torch.exp(-(logit + weight) / 0.3))).clamp(1e-3, 1 - 1e-3)
-            return torch.sqrt(1 - beta**2), 0, beta
+            beta = 1 / (1 + torch.exp(-(logit + weight) / 0.3))
+            return torch.sqrt((1 - beta**2).clamp(min=1e-3)), 0, beta
         if form == "layer":
             return (1, 0, 1) if weight is None else (1 + weight, 0, 1 + weight)
         if form == "shifted":
