@@ -163,9 +163,11 @@ def check_derivatives(connections: list[ResidualConnection], std: float = 0.5, *
             own = {name: tensor for (owner, name), tensor in zip(names, tensors) if owner == i}
             # Not `functional_call`, which gives the tensors to one call: the write needs them too.
             with nn.utils.stateless._reparametrize_module(connection, own):
-                read, _, state = connection(state)
+                is_output = i == len(connections) - 1
+                norm = nn.RMSNorm(4, 0.1).double() if connection.takes_norm and not is_output else None
+                read, _, state = connection(state, norm)
                 inputs.append(read)
-                if i < len(connections) - 1:
+                if not is_output:
                     state = connection.write(state, torch.sin(read + i))  # the output depends on the input
         return torch.stack(inputs)
 

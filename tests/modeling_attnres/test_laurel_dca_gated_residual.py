@@ -141,12 +141,15 @@ def test_gated_streams_part_in_the_first_step(backbones):
     assert all(difference(gradient[i], gradient[j]) > 1e-3 for i in range(4) for j in range(i))
 
 
-@pytest.mark.parametrize(("name", "fields"), FORMS, ids=str)
+GATED = ("gated_residual", {"residual_streams": 2, "gated_residual_rank": 1, "num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize(("name", "fields"), [*FORMS, GATED], ids=str)
 def test_the_derivative_of_a_chain_of_reads_and_writes_equals_finite_differences(backbones, name, fields):
-    fields = {"residual_connection": name, "rms_norm_eps": EPS, "laurel_rank": 2} | fields
-    config = backbones.member_config("llama", hidden_size=4, num_hidden_layers=2, **fields)
-    connections = [config.connection(config, sublayer).double() for sublayer in range(5)]
-    check_derivatives(connections)
+    fields = {"residual_connection": name, "rms_norm_eps": EPS, "laurel_rank": 2, "num_hidden_layers": 2} | fields
+    config = backbones.member_config("llama", hidden_size=4, **fields)
+    count = config.num_sublayers + 1  # with that of the output
+    check_derivatives([config.connection(config, sublayer).double() for sublayer in range(count)])
 
 
 @pytest.mark.parametrize(
