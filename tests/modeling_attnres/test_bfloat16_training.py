@@ -20,7 +20,6 @@ OTHERS = {
     "scaled, mixed": ("scaled", {"scaled_form": "mixed"}),
     "residual_scalars, nanochat": ("residual_scalars", {"residual_scalars_start": "nanochat"}),
 }
-STREAMS = [name for name, connection in attnres.CONNECTIONS.items() if issubclass(connection, ResidualStreams)]
 
 
 def start(backbones, name: str, fields: dict) -> PreTrainedModel:
@@ -56,7 +55,7 @@ FORMS_WITH_TENSORS = [*(set(attnres.CONNECTIONS) - {"standard", "post_norm"}), *
 
 
 @pytest.mark.parametrize("form", sorted(FORMS_WITH_TENSORS))
-def test_every_tensor_of_a_connection_moves_in_bfloat16(backbones, form):
+def test_tensors_move_and_streams_part_in_a_few_steps_in_bfloat16(backbones, form):
     name, fields = FORMS.get(form, OTHERS.get(form, (form, {})))
     model, token_ids = start(backbones, name, fields).to(torch.bfloat16), backbones.token_ids()
     assert model.dtype == torch.bfloat16
@@ -65,14 +64,11 @@ def test_every_tensor_of_a_connection_moves_in_bfloat16(backbones, form):
     tensors = {key: tensor for key, tensor in residual_tensors(model).items() if id(tensor) not in norms}
     before = {key: tensor.clone() for key, tensor in tensors.items()}
     train(model, token_ids)
-    still = {key for key, tensor in tensors.items() if torch.equal(tensor, before[key])}
+    # Every entry of a vector, since some start at 0 and others at 1; of a matrix, any.
+    moved = {key: tensor != before[key] for key, tensor in tensors.items()}
+    still = {key for key, entries in moved.items() if not (entries.all() if entries.ndim == 1 else entries.any())}
     # The first sublayer reads one source, whose softmax weight is always 1.
     one_source = {key for key in tensors if name == "attn_res" and key.startswith("model.layers.0.self_attention")}
     assert tensors and still <= one_source
-
-
-@pytest.mark.parametrize("connection", STREAMS)
-def test_streams_of_a_retrofit_differ_in_bfloat16_after_a_few_steps(backbones, connection):
-    model, token_ids = start(backbones, connection, {}).to(torch.bfloat16), backbones.token_ids()
-    train(model, token_ids)
-    assert spread(model, token_ids) > STEP
+    if any(isinstance(module, ResidualStreams) for module in model.modules()):
+        assert spread(model, token_ids) > STEP
