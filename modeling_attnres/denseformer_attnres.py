@@ -27,6 +27,7 @@ class DenseFormer(ResidualConnection):
 
     name = "denseformer"
     retrofit = {}
+    float32 = True  # beside the 1 of a weight's start, bfloat16 would lose the steps of training
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)

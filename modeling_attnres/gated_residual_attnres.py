@@ -9,9 +9,13 @@ in front of its sublayer. The model's output reads likewise, but before the fina
 
     output  mean_j 2 sigmoid(W_u silu(W_d vec(X (1 + g)) / n))_j * (1 + g_j) X_j, where vec(X (1 + g)) is normed
 
-`W_u` and `W_w` start at zero. The `g_j` start apart, at 1/2, -1/2, 1/4, -1/4, ..., with a sum of zero: the model is
-then the standard one up to rounding. If they were equal, the streams would stay equal for ever. (The published model
-norms each stream by itself, without the sublayer's weight, and starts at random.)
+`W_u` and `W_w` start at zero. The `g_j` start at 1/2, -1/2, 1/4, -1/4, ..., with a sum of zero: the model is then the
+standard one up to rounding. If they were equal, the streams would stay equal for ever. (The published model norms each
+stream by itself, without the sublayer's weight, and starts at random.)
+
+Gains that are the same in all channels still give all streams gradients of nearly one direction, and AdamW the same
+steps. With `residual_streams_start="apart"`, the `g_j` of a pair of streams start at 1/2 and -1/2 and change places
+after every channel in the first pair, after every two in the second, and so on.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,10 +28,10 @@ from transformers import initialization as init
 
 from .functional_attnres import inverse_rms
 from .residual_attnres import DepthState, field_defaults, require_norms
-from .streams_attnres import ResidualStreams, StreamFields, require_integer, wide
+from .streams_attnres import ResidualStreams, StreamStartFields, require_integer, wide
 
 
-class GatedResidualFields(StreamFields):
+class GatedResidualFields(StreamStartFields):
     """Configuration fields of `residual_connection="gated_residual"`."""
 
     gated_residual_rank: int | None = None
@@ -37,13 +41,15 @@ class GatedResidualFields(StreamFields):
 class GatedResidual(ResidualStreams):
     """Gated Residual. State: a tuple of the streams `[batch, seq, n, hidden]` and, from a read to its write, its gates.
 
-    Tensors: `gain` `[n, hidden]` holds the `g_j`; `down` `[rank, n hidden]` is `W_d`, `up` `[n hidden, rank]` is `W_u`,
+    Tensors: `gains` `[n, hidden]` holds the differences of the `g_j` from their start, since beside 1/2 bfloat16 would
+    lose the steps of training; `down` `[rank, n hidden]` is `W_d`, `up` `[n hidden, rank]` is `W_u`,
     and `weight` `[n, n hidden]` is `W_w`, which the output lacks.
     """
 
     name = "gated_residual"
     title = "Gated Residual"
     fields = field_defaults(GatedResidualFields)
+    retrofit = {"residual_streams_start": "apart"}
     takes_norm = True
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
@@ -63,36 +69,51 @@ class GatedResidual(ResidualStreams):
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
-        """Return a reason if a gate depends on the tokens, or the mean of the gains is not 1; see the base class."""
+        """Return a reason if a gate depends on the tokens, or the `g_j` do not sum to zero; see the base class."""
         for name, tensor in tensors.items():
             if name.endswith((".up", ".weight")) and tensor.count_nonzero():
                 return f"`{name}` is not zero: its gates depend on the tokens"
-            if name.endswith(".gain") and tensor.sum(0).count_nonzero():
+            if name.endswith(".gains") and tensor.sum(0).count_nonzero():
                 return f"`{name}` is trained: its streams have other weights"
         return None
 
     def add_tensors(self, config: PreTrainedConfig) -> None:
-        """Register `gain`, `down`, `up` and `weight`."""
+        """Register `gains`, `down`, `up` and `weight`, and as a buffer that is not saved the start of the `g_j`."""
         n, hidden = self.streams, config.hidden_size
         rank = config.gated_residual_rank or max(hidden // 8, 1)
         self.std = getattr(config, "initializer_range", 0.02)
-        self.gain = nn.Parameter(torch.zeros(n, hidden))
+        self.gains = nn.Parameter(torch.zeros(n, hidden))
+        # Its powers of two are exact in every dtype.
+        self.is_apart = config.residual_streams_start == "apart"
+        self.register_buffer("start", torch.zeros(n, hidden if self.is_apart else 1), persistent=False)
         self.down = nn.Parameter(torch.zeros(rank, n * hidden))
         self.up = nn.Parameter(torch.zeros(n * hidden, rank))
         self.weight = nn.Parameter(torch.zeros(n, n * hidden))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw `W_d` at random, set the other matrices to zero, and the gains apart with a sum of zero."""
+        """Draw `W_d` at random, set the other tensors to zero, and the start of the gains apart with a sum of zero."""
         init.normal_(self.down, std=self.std)
         init.zeros_(self.up)
+        init.zeros_(self.gains)
         if self.weight is not None:
             init.zeros_(self.weight)
-        # An odd stream stays at zero.
-        start = [sign * 2.0 ** -(1 + pair) for pair in range(self.streams // 2) for sign in (1, -1)]
-        start += [0.0] * (self.streams % 2)
-        column = torch.tensor(start, dtype=self.gain.dtype, device=self.gain.device)
-        init.copy_(self.gain, column.unsqueeze(-1).expand_as(self.gain))
+        init.copy_(self.start, self._start().to(self.start.device))
+
+    def _start(self) -> Tensor:
+        """Compute the start of the `g_j`, `[n, hidden]` or the same in all channels `[n, 1]`; an odd stream's is 0."""
+        channels, rows = torch.arange(self.start.shape[1]), []
+        for pair in range(self.streams // 2):
+            if self.is_apart:
+                row = 0.5 - (channels // (pair + 1) % 2).float()
+            else:
+                row = torch.full_like(channels, 2.0 ** -(1 + pair), dtype=torch.float32)
+            rows += [row, -row]
+        return torch.stack([*rows, *[torch.zeros_like(rows[0])] * (self.streams % 2)])
+
+    def factors(self, dtype: torch.dtype) -> Tensor:
+        """Compute `1 + g_j` `[n, hidden]`."""
+        return 1 + self.start.to(dtype) + self.gains.to(dtype)
 
     def forward(
         self, state: DepthState, norm: Callable[[Tensor], Tensor] | None = None
@@ -119,7 +140,7 @@ class GatedResidual(ResidualStreams):
             streams: `[batch, seq, n, hidden]`.
             sources: the normed streams or, at the output, the streams.
         """
-        dtype, gain = wide(streams), 1 + self.gain.to(wide(streams))
+        dtype, gain = wide(streams), self.factors(wide(streams))
         # At the output, the gates still see normed streams.
         normed = streams * inverse_rms(streams, self.eps, dtype).unsqueeze(-1) if sources is streams else sources
         seen = (gain * normed).flatten(-2).to(self.down.dtype) / self.streams

@@ -30,6 +30,7 @@ class Highway(ResidualConnection):
 
     name = "highway"
     fields = field_defaults(HighwayFields)
+    float32 = True  # beside the -1 of a bias's start, bfloat16 would lose the steps of training
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
@@ -60,7 +61,9 @@ class Highway(ResidualConnection):
         """Compute the gate `[batch, seq, hidden]`; the output has none."""
         if self.weight is None:
             return None
-        return F.linear(F.rms_norm(state, state.shape[-1:], eps=self.eps), self.weight, self.bias).sigmoid()
+        # In 16 bits the large product has the model's dtype, and only the sum with the bias is wider.
+        logits = F.linear(F.rms_norm(state, state.shape[-1:], eps=self.eps), self.weight.to(state.dtype))
+        return (logits + self.bias).sigmoid().to(state.dtype)
 
     def mix(self, state: Tensor, coefficients: Tensor | None) -> tuple[Tensor, DepthState]:
         """Return the stream `[batch, seq, hidden]` as the input, and keep the gate for the write."""

@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig
 
 from .projected_streams_attnres import ProjectedStreams, minus_identity
 from .residual_attnres import field_defaults
-from .streams_attnres import StreamFields, require_integer
+from .streams_attnres import StreamStartFields, require_integer
 
 
-class MHCFields(StreamFields):
+class MHCFields(StreamStartFields):
     """Configuration fields of `residual_connection="mhc"`."""
 
     mhc_sinkhorn_iterations: int = 20

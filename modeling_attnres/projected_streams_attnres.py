@@ -3,8 +3,13 @@
     x = RMSNorm(flatten(X)),   H_pre = sigmoid(a_1 F_1 x + b_1),   H_post = 2 sigmoid(a_2 F_2 x + b_2)        both [n]
 
 With `b_1 = -ln(n - 1)`, `b_2 = 0` and `a = 0`, `H_pre` is 1/n and `H_post` is 1. The model is then exactly the standard
-one, if `H_res` does not change equal streams. The stored bias is the difference of `b` from these values: zero is exact
-in every dtype, but `-ln(n - 1)` is not.
+one, if `H_res` does not change equal streams. The stored bias is the difference of `b` from its start: zero is exact in
+every dtype, but `-ln(n - 1)` is not.
+
+From this start the streams stay nearly equal for long: they have equal shares in all reads and writes, so that their
+biases get equal gradients, and only `a F x` sets them apart. F is drawn like other matrices, and F x is far below 1 in
+a narrow model. With `residual_streams_start="apart"`, F_2 is drawn so that the entries of `F_2 x` have a deviation of
+8. While `a_2` is zero, this changes nothing; then the writes differ from the first steps on.
 """
 
 import math
@@ -18,8 +23,10 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from .functional_attnres import inverse_rms
-from .residual_attnres import DepthState
-from .streams_attnres import ResidualStreams, wide
+from .residual_attnres import DepthState, field_defaults
+from .streams_attnres import ResidualStreams, StreamStartFields, wide
+
+_APART = 8.0  # deviation of `F_2 x` where streams start apart
 
 
 class ProjectedStreams(ResidualStreams):
@@ -29,6 +36,9 @@ class ProjectedStreams(ResidualStreams):
     `a`; `bias` `[2n + m]` is the difference of the `b` from their start.
     """
 
+    fields = field_defaults(StreamStartFields)
+    retrofit = {"residual_streams_start": "apart"}
+
     def add_tensors(self, config: PreTrainedConfig) -> None:
         """Register `weight`, `bias` and `scale`."""
         self.std = getattr(config, "initializer_range", 0.02)
@@ -37,6 +47,7 @@ class ProjectedStreams(ResidualStreams):
         self.weight = nn.Parameter(torch.zeros(sum(self.parts), self.streams * config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(sum(self.parts)))
         self.scale = nn.Parameter(torch.zeros(len(self.parts)))
+        self.is_apart = config.residual_streams_start == "apart"
 
     @staticmethod
     def mixing_rows(streams: int) -> int:
@@ -61,7 +72,13 @@ class ProjectedStreams(ResidualStreams):
     def reset_parameters(self) -> None:
         """Draw the projections from a normal distribution, and set scales and biases to zero."""
         if not self.is_output:
-            init.normal_(self.weight, std=self.std)  # not zero: it breaks the symmetry of the streams
+            if self.is_apart:
+                # `init` leaves a tensor alone that was loaded, but not a part of one.
+                start = torch.empty_like(self.weight).normal_(std=self.std)
+                start[self.streams : 2 * self.streams].normal_(std=_APART / start.shape[1] ** 0.5)
+                init.copy_(self.weight, start)
+            else:
+                init.normal_(self.weight, std=self.std)  # not zero: it breaks the symmetry of the streams
             init.zeros_(self.bias)
             init.zeros_(self.scale)
 

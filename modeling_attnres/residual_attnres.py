@@ -105,7 +105,8 @@ class ResidualConnection(nn.Module):
     retrofit: ClassVar[dict[str, Any] | None] = None
     has_norm: ClassVar[bool] = False  # whether a read gets the weight of a `ResidualNorm`
     # Whether all its tensors stay in float32 when the model is in 16 bits. This is for scalars that all tokens and
-    # channels share: rounding them can move the logits more than rounding the rest of the model does.
+    # channels share: rounding them can move the logits more than rounding the rest of the model does. It is also for
+    # tensors that start at another constant than zero: beside 1, bfloat16 has steps of 1/128 and loses smaller ones.
     float32: ClassVar[bool] = False
     mixes_channels: ClassVar[bool] = False  # whether a channel of an input may depend on other channels of the state
     takes_norm: ClassVar[bool] = False  # whether a read gets the sublayer's norm, and returns a normed input

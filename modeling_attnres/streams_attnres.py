@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.generic import maybe_autocast
 
-from .residual_attnres import DepthState, ResidualConnection, field_defaults, norm_eps, require
+from .residual_attnres import DepthState, ResidualConnection, field_defaults, norm_eps, one_of, require
+
+_STARTS = "equal", "apart"
 
 
 class StreamFields:
@@ -22,6 +24,14 @@ class StreamFields:
 
     residual_streams: int = 4
     """Number n of residual streams, from 2 to 64."""
+
+
+class StreamStartFields(StreamFields):
+    """Configuration fields of connections whose streams may start apart."""
+
+    residual_streams_start: str = "equal"
+    """`"equal"`: training separates the streams slowly. `"apart"`: some tensors start at other values, by which it
+    separates them in its first steps. Both start as the standard model."""
 
 
 class ResidualStreams(ResidualConnection):
@@ -52,8 +62,10 @@ class ResidualStreams(ResidualConnection):
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        """Check the number of streams; see [`ResidualConnection.check`]."""
+        """Check the number of streams and their start; see [`ResidualConnection.check`]."""
         require_integer(config, "residual_streams", 2, 64)
+        if "residual_streams_start" in cls.fields:
+            require(config, "residual_streams_start", config.residual_streams_start in _STARTS, one_of(_STARTS))
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
@@ -116,4 +128,4 @@ def wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-__all__ = ["ResidualStreams", "StreamFields", "require_integer", "wide"]
+__all__ = ["ResidualStreams", "StreamFields", "StreamStartFields", "require_integer", "wide"]

@@ -261,7 +261,7 @@ def test_static_weights_cannot_be_regrouped(sources, tmp_path):
         (
             "--residual identity_hc --set attn_res_gated=true",
             2,
-            "--residual identity_hc has no such field. It has residual_streams, attention_gate, ",
+            "--residual identity_hc has no such field. It has residual_streams, residual_streams_start, ",
         ),
         ("--set attn_res_gated", 2, "--set attn_res_gated: give FIELD=VALUE"),
         ("--set attn_res_gated=true --set attn_res_gated=false", 2, "each field once"),

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from attnres.dca_attnres import DCA
 from attnres.gated_residual_attnres import GatedResidual
@@ -93,8 +95,8 @@ def gated_streams(connections: list[GatedResidual], norms: list[nn.Module]):
             c = connections[index]
             is_output = c.weight is None
             normed = streams if is_output else norms[index].weight * rms_norm(streams)
-            gained = (1 + c.gain) * normed
-            seen = ((1 + c.gain) * rms_norm(streams) if is_output else gained).flatten(-2) / c.streams
+            gained = c.factors(torch.float64) * normed
+            seen = (c.factors(torch.float64) * rms_norm(streams) if is_output else gained).flatten(-2) / c.streams
             hidden = seen @ c.down.T
             gate = torch.sigmoid((hidden * torch.sigmoid(hidden)) @ c.up.T).unflatten(-1, (c.streams, -1))
             inputs = (2 * gate * gained).mean(-2)
@@ -139,6 +141,15 @@ def test_gated_streams_part_in_the_first_step(backbones):
     loss_of(model, token_ids).backward()
     gradient = model.model.layers[0].mlp_res_proj.weight.grad
     assert all(difference(gradient[i], gradient[j]) > 1e-3 for i in range(4) for j in range(i))
+
+
+def test_a_checkpoint_that_stores_whole_gains_is_refused(backbones, tmp_path):
+    build_start(backbones, "llama", "gated_residual").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    older = {name.replace(".gains", ".gain"): tensor for name, tensor in tensors.items()}
+    save_file(older, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"gains"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 GATED = ("gated_residual", {"residual_streams": 2, "gated_residual_rank": 1, "num_hidden_layers": 1})

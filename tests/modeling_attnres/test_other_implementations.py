@@ -59,7 +59,7 @@ def test_gated_residual_is_that_of_qwen(backbones, streams):
     norm = LlamaRMSNorm(HIDDEN, EPS)
     norm.weight.copy_(1 + 0.5 * drawn(HIDDEN))
     # Theirs has one gain for each stream and channel, which is the product of the norm's weight and ours.
-    expected.hc_norm.weight.copy_(((1 + connection.gain) * norm.weight).flatten() - 1)
+    expected.hc_norm.weight.copy_((connection.factors(torch.float64) * norm.weight).flatten() - 1)
     expected.input_mix_weight_down.weight.copy_(connection.down)
     expected.input_mix_weight_up.weight.copy_(connection.up)
     expected.block_inject_weight.weight.copy_(connection.weight)

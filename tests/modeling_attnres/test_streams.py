@@ -233,6 +233,27 @@ def test_a_model_starts_as_the_standard_model(backbones, case, connection, strea
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("connection", ["identity_hc", "mhc", "mhc_lite", "gated_residual"])
+@pytest.mark.parametrize("streams", [2, 5])
+def test_streams_that_start_apart_start_as_the_standard_model(backbones, connection, streams):
+    fields = {"residual_streams": streams, "residual_streams_start": "apart"}
+    model, token_ids = build_start(backbones, "llama", connection, **fields), backbones.token_ids()
+    found, expected = model(token_ids), build_start(backbones, "llama", "standard")(token_ids)
+    assert difference(found.logits, expected.logits) < 1e-5
+    if connection != "gated_residual" and streams == 2:
+        assert torch.equal(found.logits, expected.logits)
+
+
+def test_a_configuration_without_a_start_has_equal_streams(backbones):
+    """In Gated Residual, older checkpoints store the differences from that start."""
+    config = backbones.member_config("llama", residual_connection="gated_residual")
+    assert config.residual_streams_start == "equal"
+    message = "`residual_streams_start` is 'far', but must be one of 'equal', 'apart'"
+    with pytest.raises(ValueError, match=message):
+        backbones.member_config("llama", residual_connection="mhc", residual_streams_start="far")
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("streams", [2, 3, 4, 5])
 @every_connection
 def test_new_connections_keep_equal_streams_equal_through_a_hundred_sublayers(backbones, connection, streams):
