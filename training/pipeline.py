@@ -31,6 +31,8 @@ from .pipeline_settings import SCHEDULES, PipelineSettings, count_replicas
 from .pipeline_stage import CachedStage
 from .pipeline_transfers import State, plan_chunks, trace_states
 
+_MOST_SHAPES = 64  # of micro-batches and batches, whose states are remembered
+
 
 class Pipeline:
     """The part of one process in pipeline parallel training.
@@ -94,6 +96,7 @@ class Pipeline:
         self.tied: nn.Parameter | None = None
         if tied and (is_first or is_last):
             self.tied = (model.get_input_embeddings() if is_first else model.get_output_embeddings()).weight
+        self._traced: dict[tuple, list[State]] = {}
         self._shape: tuple | None = None  # of the micro-batches that `_schedule` and `_stages` are made for
         self._stages: list[CachedStage] = []
         self._schedule: Any = None
@@ -167,7 +170,12 @@ class Pipeline:
 
     def _trace(self, rows: int, length: int) -> list[State]:
         """Return the states of a micro-batch before each layer and after the last one."""
-        return trace_states(self.model.config, rows, length, self._dtype, self.output_dtype)
+        # To trace takes as many operations as all reads of the model, and shapes return.
+        dtypes = self._dtype, self.output_dtype
+        if (key := (rows, length, *dtypes)) not in self._traced:
+            kept = [*self._traced.items()][-_MOST_SHAPES + 1 :]
+            self._traced = {**dict(kept), key: trace_states(self.model.config, rows, length, *dtypes)}
+        return self._traced[key]
 
     @contextmanager
     def _in_contexts(self) -> Iterator[None]:

@@ -195,11 +195,8 @@ def test_references_of_mbpp_pass_and_stubs_fail():
 @needs_assets
 @pytest.mark.slow
 @pytest.mark.parametrize("split, tasks", {"train": 374, "validation": 90}.items())
-def test_all_references_of_mbpp_pass(split, tasks):
-    """All pass because the set-up code of two tasks runs. The stock task leaves it out and reaches 0.998.
-
-    Those of the test split are the gold answers of `test_oracle.py`.
-    """
+def test_references_of_mbpp_pass(split, tasks):
+    """A fourth of each split is run. All of the test split are the gold answers of `test_oracle.py`."""
     docs = documents(split)
     assert len(docs) == tasks
-    assert failing(docs) == []
+    assert failing(docs[::4]) == []

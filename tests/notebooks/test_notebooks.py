@@ -150,13 +150,6 @@ def test_a_notebook_runs_from_top_to_bottom_without_network_and_files(name, tmp_
 
 
 @pytest.mark.slow
-def test_a_notebook_runs_with_a_real_checkpoint(assets, tmp_path):
-    script = shortened("retrofit_and_heal", tmp_path)
-    done = run("--timeout", str(SECONDS), "retrofit_and_heal", script=script, ATTNRES_ASSETS=str(assets))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [("raises", "cell 2: ZeroDivisionError: division by zero"), ("hangs", "cell 2: not done after 5 seconds.")],

@@ -19,6 +19,8 @@ ELSEWHERE = {
     "attnres inspect attnres-demo/model --serve": "serves without end; tests/commands/test_inspect.py",
     "lm_eval run": "needs all 15 data sets; tests/eval/test_command.py, with some",
     "accelerate launch": "takes several devices; tests/training/test_many_devices.py, with two processes",
+    "python -m venv --system-site-packages peers": "as `pip install`",
+    "peers/bin/p": "packages of a registry; tests/benchmarks/test_host.py, with what is installed",
     "python -m benchmarks": "a quarter of an hour; tests/commands/test_bench.py, part by part with --quick",
     "python -m experiments": "hours; tests/experiments, on little text",
     "hf download roneneldan/TinyStories": "the Hub, which tests do without",

@@ -125,7 +125,9 @@ def test_the_reference_documents_every_export(site):
         assert re.search(rf'id="attnres\.analysis\.(\w+\.)?{name}"', text), name
     for name in attnres.family.__all__:
         documented = re.search(rf'id="attnres\.(\w+\.)*{name}"', text)
-        assert documented or name in ("BACKBONES", "CONNECTIONS", "DEPTH_ATTENTION") or "AttnRes" in name, name
+        assert documented or name in ("BACKBONES", "CONNECTIONS", "DEPTH_ATTENTION", "PRESETS") or "AttnRes" in name, (
+            name
+        )
 
 
 def pinned(package: str) -> str:

@@ -19,7 +19,7 @@ from attnres.backbones_attnres import config_on
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
-from attnres.training.pipeline import split_batch
+from attnres.training.pipeline import Pipeline, split_batch
 from attnres.training.pipeline_cache import BlockCache
 from attnres.training.pipeline_layers import count_costs, divide_layers, listed_layers
 from attnres.training.pipeline_model import ChunkModule, check_model, view_of
@@ -412,6 +412,21 @@ def test_models_that_cannot_be_cut_are_refused(backbones, tiny_model):
     with pytest.raises(ValueError, match="auxiliary loss"):
         check_model(model)
     check_model(tiny_model())
+
+
+def test_the_states_of_a_shape_are_traced_once(monkeypatch):
+    traced = []
+    monkeypatch.setattr("attnres.training.pipeline.trace_states", lambda config, *shape: traced.append(shape) or shape)
+    pipeline = object.__new__(Pipeline)  # without processes
+    pipeline.model, pipeline._dtype, pipeline.output_dtype = SimpleNamespace(config=None), torch.float32, None
+    pipeline._traced = {}
+    for _ in range(2):
+        for length in (6, 8):
+            assert pipeline._trace(1, length) == (1, length, torch.float32, None)
+    assert len(traced) == 2
+    for length in range(200):
+        pipeline._trace(1, length)
+    assert len(pipeline._traced) == 64
 
 
 @pytest.mark.parametrize("rows, parts, sizes", [(8, 4, [2] * 4), (6, 4, [3] * 2), (5, 4, [5]), (3, 3, [1] * 3)])
