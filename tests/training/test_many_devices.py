@@ -372,7 +372,7 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
     """
     outs = [tmp_path / name for name in ("pipeline", "one")]
     changes = "micro_batch_size=2", "trainer.bf16=true"
-    command = arguments("scratch", outs[0], *changes, "pipeline={stages: 2, timeout: 10}")
+    command = arguments("scratch", outs[0], *changes, "pipeline={stages: 2, timeout: 20}")
     ranks = forks.ranks(environment_of("ddp", 2) | {"FOLDER": str(tmp_path)}, 2)
     with ThreadPoolExecutor() as threads:
         ends = [threads.submit(forks.run, "-c", STOPS, "train", *command, env=rank, timeout=200) for rank in ranks]
@@ -384,7 +384,7 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
         assert ends[1].result().returncode == -signal.SIGKILL
     assert first.returncode == 1
     (line,) = [line for line in first.stderr.splitlines() if line.startswith("attnres: ")]
-    assert "process 0 has waited 10 seconds for the other processes: one of them hangs, or a step takes longer." in line
+    assert "process 0 has waited 20 seconds for the other processes: one of them hangs, or a step takes longer." in line
     assert "Its neighbours in the pipeline: 1." in line and "`timeout` of the recipe's `pipeline`" in line
     assert not (outs[0] / "results.json").exists()
     parts = zip(*(json.loads((tmp_path / f"sizes-{rank}").read_text()) for rank in range(2)), strict=True)
