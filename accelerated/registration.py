@@ -30,7 +30,7 @@ def register(interface: MutableMapping, implementations: Mapping[str, Implementa
                 return candidate.run(query, sources, eps, is_sum, fuse_later_grads)
         return eager(query, sources, eps, is_sum)
 
-    # Models look for this attribute of the function that they call; those of an earlier version do not.
+    # Models look for this attribute of the function that they call. Models of an earlier version do without it.
     auto.direct = next((candidate.direct for candidate in candidates if candidate.direct is not None), None)
     for name, implementation in implementations.items():
         interface.register(name, _by_name(name, implementation))

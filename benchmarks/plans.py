@@ -129,10 +129,8 @@ def sent_rows() -> Iterator[list[str]]:
 def main() -> None:
     """Compute all tables, and write them into the guide."""
     rates = [f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in BANDWIDTHS]
-    head, tail = (
-        ("model", "devices", "GB", "layout", "expert"),
-        (*("GB used", "tokens/s and device", "time is mostly", "runs here"),),
-    )
+    head = "model", "devices", "GB", "layout", "expert"
+    tail = "GB used", "tokens/s and device", "time is mostly", "runs here"
     tables = {
         "training layouts": markdown([*head, "shards", "recompute", *tail], rows(TRAINED, training=True)),
         "serving layouts": markdown([*head, *tail], rows(SERVED, training=False)),

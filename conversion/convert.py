@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from attnres import ResidualConfig
-from attnres.attention_gate_attnres import gate_tensors
-from attnres.residual_attnres import ResidualConnection, residual_tensors
-from attnres.value_residual_attnres import value_residual_tensors
+from attnres.loading_attnres import added_by_kind
+from attnres.residual_attnres import ResidualConnection
 
 from .attention_gate import differs_from_ungated, is_gated
 from .checkpoint import Checkpoint
@@ -78,7 +78,7 @@ def plan_standard(source: ConversionSource) -> Plan:
         FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
     config, model, unused = _read_member(source)
-    tensors, gates, values = residual_tensors(model), gate_tensors(model), value_residual_tensors(model)
+    tensors, gates, values = added_by_kind(model)
     difference = (
         config.connection.differs_from_standard(config, tensors)
         or differs_from_ungated(config, gates)
@@ -194,7 +194,7 @@ def _read_member(source: ConversionSource) -> tuple[ResidualConfig, PreTrainedMo
             f"{source.folder} is of model type {config.model_type!r}, which has standard residual connections."
         )
     model, unused = complete_model(checkpoint, config)
-    for name in residual_tensors(model) | gate_tensors(model) | value_residual_tensors(model):
+    for name in chain(*added_by_kind(model)):
         if name not in checkpoint.where:
             raise ValueError(f"{source.folder} has no `{name}`: its attention gates are quantised.")
         path = checkpoint.where[name].source

@@ -51,7 +51,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     has_legacy_settings: ClassVar[bool] = True
-    """Whether settings of generation in the source's `config.json` move to `generation_config.json`."""
+    """True moves settings of generation from the source's `config.json` to `generation_config.json`."""
 
     @property
     def unread(self) -> list[str]:

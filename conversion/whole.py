@@ -18,12 +18,9 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from attnres.attention_gate_attnres import gate_tensors
-from attnres.loading_attnres import check_added, check_shapes
-from attnres.residual_attnres import residual_tensors
+from attnres.loading_attnres import added_by_kind, check_added, check_shapes
 from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted
-from attnres.value_residual_attnres import value_residual_tensors
 
 from .checkpoint import Checkpoint, find, read_headers
 from .complete import explain_config, loading_report
@@ -56,8 +53,7 @@ def check_whole(model: nn.Module, missing: Collection[str], source: str, *, star
         ValueError: A tensor is missing. The message names one.
     """
     if starts_anew:
-        added = residual_tensors(model) | gate_tensors(model) | value_residual_tensors(model)
-        missing = set(missing) - added.keys()
+        missing = set(missing).difference(*added_by_kind(model))
     if missing := sorted(missing):
         others = f" and {counted(len(missing) - 1, 'other tensor')}" if len(missing) > 1 else ""
         raise ValueError(f"{source} is incomplete: it lacks `{missing[0]}`{others}. Restore it from its source.")
@@ -168,7 +164,7 @@ def check_before_loading(
         check_memory(needed, subject, "Use a smaller model, or a machine with more memory.")
     report = loading_report(checkpoint, model)
     check_shapes(report["mismatched_keys"], source)
-    for added in (residual_tensors(model), gate_tensors(model), value_residual_tensors(model)):
+    for added in added_by_kind(model):
         check_added(model, added, report["missing_keys"], source)
     check_whole(model, report["missing_keys"], source, starts_anew=starts_anew)
     # Missing tensors are drawn at random. In a part, they would get other numbers than in the whole model.

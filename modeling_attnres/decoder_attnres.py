@@ -27,19 +27,25 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
-from .attention_gate_attnres import add_attention_gate, gate_tensors
+from .attention_gate_attnres import add_attention_gate
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .documents_attnres import keep_documents_apart, separate_under_mask
 from .experts_attnres import call_mlp
-from .loading_attnres import check_added, check_shapes, explain_broken_shard, stored_fields, warn_of_change
-from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, explain_source, residual_tensors
+from .loading_attnres import (
+    added_by_kind,
+    check_added,
+    check_shapes,
+    explain_broken_shard,
+    stored_fields,
+    warn_of_change,
+)
+from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, explain_source
 from .saving_attnres import complete_save, saved_whole, stage_in
 from .value_residual_attnres import (
     ValueResidual,
     add_value_residual,
     pack_values,
     unpack_values,
-    value_residual_tensors,
 )
 
 # Model type -> class name. `Trainer`'s label smoothing, pipelines, `transformers serve` and lm-eval look here to tell
@@ -324,7 +330,7 @@ class ResidualPreTrainedModel:
             model, info = super().from_pretrained(source, *args, **kwargs)
         if not options.get("ignore_mismatched_sizes"):  # `transformers` ignored them, see above
             check_shapes(info["mismatched_keys"], source)
-        for added in (residual_tensors(model), gate_tensors(model), value_residual_tensors(model)):
+        for added in added_by_kind(model):
             check_added(model, added, info["missing_keys"], source)
         if source is not None:
             # By the class of the model: a config.json may hold the fields in another form than the configuration does.

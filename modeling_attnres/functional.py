@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .functional_attnres import attend, attend_directly, reference
+from .functional_attnres import attend_directly, attend_generally, reference
 
 SCALES = ("mean", "sum")
 
@@ -46,7 +46,7 @@ def depth_attention(
         attended = attend_directly(query, sources, key_norm_weight, eps, scale == "sum", implementation)
     if attended is None:
         _check(query, sources, key_norm_weight, scale)
-        attended = attend(query, sources, key_norm_weight, eps, scale == "sum", implementation)
+        attended = attend_generally(query, sources, key_norm_weight, eps, scale == "sum", implementation)
     result, weights, _ = attended
     return (result, weights) if return_weights else result
 

@@ -84,6 +84,19 @@ def attend(
     attended = attend_directly(query, sources, key_norm_weight, eps, is_sum, implementation, fuse_later_grads)
     if attended is not None:
         return attended
+    return attend_generally(query, sources, key_norm_weight, eps, is_sum, implementation, fuse_later_grads)
+
+
+def attend_generally(
+    query: Tensor,
+    sources: Sequence[Tensor],
+    key_norm_weight: Tensor | None,
+    eps: float,
+    is_sum: bool,
+    implementation: str,
+    fuse_later_grads: bool = False,
+) -> Attended:
+    """Compute [`attend`] for tensors of any kind, after [`attend_directly`] has not taken them."""
     if any(source.shape != sources[0].shape for source in sources):
         sources = torch.broadcast_tensors(*sources)
     width = sources[0].shape[-1]

@@ -21,6 +21,11 @@ from .residual_attnres import FamilyWarning, residual_tensors
 from .value_residual_attnres import value_residual_tensors
 
 
+def added_by_kind(model: nn.Module) -> tuple[dict[str, nn.Parameter], ...]:
+    """Return the tensors that are added to a backbone, by name: of connections, of gates, and of value residuals."""
+    return residual_tensors(model), gate_tensors(model), value_residual_tensors(model)
+
+
 def check_added(model: nn.Module, added: dict, missing: Collection[str], source: str | os.PathLike) -> None:
     """Raise if a checkpoint holds only some of the tensors that are added to a backbone, or values that are not finite.
 
