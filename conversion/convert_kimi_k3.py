@@ -19,8 +19,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
-from attnres.decoder_attnres import auto_map
 from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
+from attnres.pretrained_attnres import auto_map
 
 from .checkpoint import lacks_metadata, open_checkpoint
 from .complete import complete_model, has_head

@@ -18,7 +18,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import ResidualConfig
-from attnres.decoder_attnres import auto_map
+from attnres.pretrained_attnres import auto_map
 
 from .checkpoint import Checkpoint
 from .shards import Entry

@@ -15,7 +15,8 @@ from transformers.conversion_mapping import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_attnres import BACKBONES, ResidualConfig
-from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
+from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel
+from .pretrained_attnres import ResidualPreTrainedModel
 
 _HEADS = {
     "AutoModelForCausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,

@@ -13,7 +13,6 @@ from transformers import processing_utils
 
 from . import backbones_attnres
 from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, Sublayer, Sublayers, register
-from .decoder_attnres import ResidualPreTrainedModel
 from .functional import depth_attention, depth_attention_reference
 from .functional_attnres import DEPTH_ATTENTION
 from .kimi_k3_attnres import IS_KNOWN, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
@@ -24,6 +23,7 @@ from .modeling_attnres import (
     AttnResModel,
     AttnResPreTrainedModel,
 )
+from .pretrained_attnres import ResidualPreTrainedModel
 from .residual_attnres import ResidualConnection, residual_tensors
 from .value_residual_attnres import value_residual_tensors
 

@@ -19,11 +19,12 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .configuration_attnres import AttnResConfig, Sublayers
-from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel, ResidualPreTrainedModel
+from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel
 from .delta_attention_attnres import DeltaAttention
 from .documents_attnres import cache_of, keep_documents_apart
 from .functional_attnres import accelerated
 from .padding_attnres import for_linear_attention
+from .pretrained_attnres import ResidualPreTrainedModel
 
 # Arguments that `for_linear_attention` prepares for delta attention; other layers do not take them.
 _OF_DELTA_ATTENTION = ("real_tokens", "seq_idx", "cu_seqlens")
