@@ -4,6 +4,8 @@ The exit status is 0 for success, 1 for failure (with one line on stderr), 2 for
 after SIGTERM.
 """
 
+import os
+
 from .guard import guarded
 
 
@@ -13,6 +15,8 @@ def main(command: str | None = None) -> None:
     Args:
         command: The only command, whose options `sys.argv` holds; `None` for the whole command line.
     """
+    if os.environ.get("COLUMNS") == "0":  # of a terminal without a known width; `rich` would print nothing
+        del os.environ["COLUMNS"]
     with guarded():
         # Imported within the guard, so that a signal during the import gives one line too.
         from typer.main import get_command

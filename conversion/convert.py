@@ -22,7 +22,7 @@ from transformers.utils import CONFIG_NAME
 
 from attnres import ResidualConfig
 from attnres.loading_attnres import added_by_kind
-from attnres.residual_attnres import ResidualConnection
+from attnres.residual_attnres import ResidualConnection, residual_tensors
 
 from .attention_gate import differs_from_ungated, is_gated
 from .checkpoint import Checkpoint
@@ -65,7 +65,9 @@ def plan_retrofit(source: ConversionSource, residual: str = DEFAULT_CONNECTION, 
     added = {name: tensor.detach() for name, tensor in added_tensors(model, source.config).items()}
     # A standard member of the family may have kept trained tensors of connections, which it does not read.
     dropped = frozenset(added.keys() & checkpoint.entries)
-    difference = config.connection.differs_from_standard(config, added)
+    # The plans of gates and value residuals have refused starts that change the function.
+    connections = {name: tensor for name, tensor in added.items() if name in residual_tensors(model)}
+    difference = config.connection.differs_from_standard(config, connections)
     return Plan(checkpoint, config, added, dropped, unused, difference, has_head(model))
 
 

@@ -95,13 +95,16 @@ def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION
         ValueError: The decoder cannot be retrofitted, or one of the arguments is not valid.
     """
     connection = _connection(residual)
-    options = {name: value for name, value in _preset(residual).items() if name != "residual_connection"} | options
+    preset = {name: value for name, value in _preset(residual).items() if name != "residual_connection"}
+    for option, field in connection.options.items():
+        if options.get(option) is not None:
+            if field in options:
+                raise ValueError(f"give one of {option} and {field}, not both.")
+            preset.pop(field, None)
+    options = preset | options
     gate = {field: options.pop(field) for field in GATE_FIELDS if field in options}
     values = {field: options.pop(field) for field in VALUE_RESIDUAL_FIELDS if field in options}
     config = member_config(config)
-    for option, field in connection.options.items():
-        if options.get(option) is not None and field in options:
-            raise ValueError(f"give one of {option} and {field}, not both.")
     config.residual_connection = connection.name
     connection.plan_retrofit(config, **options)
     plan_gate(config, **gate)

@@ -20,6 +20,7 @@ from .attention_gate_attnres import add_attention_gate
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .documents_attnres import keep_documents_apart, separate_under_mask
 from .experts_attnres import call_mlp
+from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
 from .residual_attnres import DepthState, ResidualNorm
 from .value_residual_attnres import add_value_residual, pack_values, unpack_values
@@ -191,6 +192,7 @@ class ResidualModel(ResidualPreTrainedModel):
             layer.__class__ = self.layer_class
             layer.connect(config, sublayers, i)
         _add_connection(self, "output_attn_res", config, config.num_sublayers)
+        self.built_with = added_fields(config)
         self.post_init()
 
     def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -59,26 +59,34 @@ class DenseFormer(ResidualConnection):
             start[-1] = 1
             init.copy_(self.weight, start)
 
+    def check_states(self, state: DepthState) -> None:
+        """Raise if a read has more or fewer states than weights.
+
+        Args:
+            state: the state before the read.
+
+        Raises:
+            ValueError: it has, because layers were moved, removed or added.
+        """
+        averages = self.sublayer > 0 and self.sublayer % self.per_layer == 0
+        expected = 0 if self.weight is None else self.weight.shape[-1]
+        available = (len(state) if isinstance(state, tuple) else 1) if averages else 0
+        if expected != available:
+            raise ValueError(
+                f"the DenseFormer weights of sublayer {self.sublayer} are for {expected} earlier states, but there are "
+                f"{available}: layers of this model cannot be moved, removed or added."
+            )
+
     def average(self, state: DepthState, weights: Tensor | None) -> DepthState:
         """Compute the state after a read: `Y_i` becomes its last tensor at the first sublayer of a layer.
 
         Args:
             state: the state before the read.
             weights: the `a_ij`, `[i + 1]` or, of each token, `[batch, seq, i + 1]`; `None` at other sublayers.
-
-        Raises:
-            ValueError: there are more or fewer states than weights, because layers were moved, removed or added.
         """
+        self.check_states(state)
         # `X_0 .. X_{i-1}`, and the stream after the layer that has just ended: `X_i`.
         *layers, last = state if isinstance(state, tuple) else (state,)
-        averages = self.sublayer > 0 and self.sublayer % self.per_layer == 0
-        expected = 0 if weights is None else weights.shape[-1]
-        available = len(layers) + 1 if averages else 0
-        if expected != available:
-            raise ValueError(
-                f"the DenseFormer weights of sublayer {self.sublayer} are for {expected} earlier states, but there are "
-                f"{available}: layers of this model cannot be moved, removed or added."
-            )
         if weights is None:
             return state
         # The sum is rounded once, at the end, and `1 X_i` and `0 X_j` are exact. A weight `[1]`, unlike a scalar, takes

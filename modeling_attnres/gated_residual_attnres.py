@@ -15,7 +15,8 @@ stream by itself, without the sublayer's weight, and starts at random.)
 
 Gains that are the same in all channels still give all streams gradients of nearly one direction, and AdamW the same
 steps. With `residual_streams_start="apart"`, the `g_j` of a pair of streams start at 1/2 and -1/2 and change places
-after every channel in the first pair, after every two in the second, and so on.
+after every channel in the first pair, after every two in the second, and so on. The start is a part of the function for
+good: the saved gains are differences from it.
 """
 
 from collections.abc import Callable, Mapping

@@ -64,7 +64,8 @@ class LAuReL(ResidualConnection):
     def check(cls, config: PreTrainedConfig) -> None:
         """Check both fields; see [`ResidualConnection.check`]."""
         require(config, "laurel_form", config.laurel_form in _FORMS, one_of(_FORMS))
-        require_integer(config, "laurel_rank", 1, max(config.hidden_size, 1))
+        if "lr" in config.laurel_form:
+            require_integer(config, "laurel_rank", 1, max(config.hidden_size, 1))
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:

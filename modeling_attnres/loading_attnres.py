@@ -20,10 +20,42 @@ from .configuration_attnres import CONNECTIONS
 from .residual_attnres import FamilyWarning, residual_tensors
 from .value_residual_attnres import value_residual_tensors
 
+_ADDED_FIELDS = ("residual_connection", "value_residual", *GATE_FIELDS)
+_SHOWN = 3  # tensors in a message
+
 
 def added_by_kind(model: nn.Module) -> tuple[dict[str, nn.Parameter], ...]:
     """Return the tensors that are added to a backbone, by name: of connections, of gates, and of value residuals."""
     return residual_tensors(model), gate_tensors(model), value_residual_tensors(model)
+
+
+def added_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields that say how a model differs from its backbone, with their values."""
+    connection = CONNECTIONS[config.residual_connection]
+    return {name: getattr(config, name) for name in (*connection.fields, *_ADDED_FIELDS)}
+
+
+def put_back_changed(config: PreTrainedConfig, built_with: Mapping[str, Any]) -> None:
+    """Give fields that were changed since the model was made their values of then, and warn.
+
+    The connections do not read the configuration again. Saved with a changed field, the model would be loaded with
+    another function.
+
+    Args:
+        config: the model's configuration, which is changed.
+        built_with: the fields when the model was made, from [`added_fields`].
+    """
+    changed = {field: value for field, value in built_with.items() if getattr(config, field) != value}
+    if not changed:
+        return
+    now = ", ".join(f"`{field}` to {getattr(config, field)!r}" for field in changed)
+    for field, value in changed.items():
+        setattr(config, field, value)
+    message = (
+        f"the configuration was changed after the model was made: {now}. The model does not use this, so "
+        f"{', '.join(f'{value!r}' for value in changed.values())} is saved. Pass such fields to `from_pretrained`."
+    )
+    warnings.warn(message, FamilyWarning, stacklevel=3)
 
 
 def check_added(model: nn.Module, added: dict, missing: Collection[str], source: str | os.PathLike) -> None:
@@ -64,6 +96,8 @@ def check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]
         RuntimeError: there is such a tensor.
     """
     tensors = [f"`{name}` has shape {list(has)}, but must be {list(must)}" for name, has, must in sorted(mismatched)]
+    if len(tensors) > _SHOWN:
+        tensors[_SHOWN:] = [f"{len(tensors) - _SHOWN} others do not fit either"]
     if tensors:
         raise RuntimeError(f"{source}: {'; '.join(tensors)}. Use the checkpoint's own config.json.")
 
@@ -101,7 +135,7 @@ def warn_of_change(
     name = stored.get("residual_connection", type(config).residual_connection)
     defaults = {"residual_connection": type(config).residual_connection}
     if name == config.residual_connection:
-        defaults |= CONNECTIONS[name].fields
+        defaults |= {f: d for f, d in CONNECTIONS[name].fields.items() if f not in CONNECTIONS[name].start_fields}
     changed = {f: (stored.get(f, d), getattr(config, f)) for f, d in defaults.items()}
     changed = {field: values for field, values in changed.items() if values[0] != values[1]}
     before = {field: values[0] for field, values in changed.items()}

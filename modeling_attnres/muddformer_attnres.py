@@ -128,6 +128,7 @@ class MUDDFormer(DenseFormer):
             weights = F.linear(hidden, self.up.to(dtype), self.weight.to(dtype))
         if self.gain is None:
             return (weights,)
+        self.check_states(state)
         scales = torch.stack([inverse_rms(one, self.eps, dtype) for one in states], dim=-1)  # (batch, seq, i + 1)
         weights = weights * scales
         total = self.average(states, weights)[-1].to(dtype)

@@ -24,6 +24,7 @@ from .loading_attnres import (
     check_added,
     check_shapes,
     explain_broken_shard,
+    put_back_changed,
     stored_fields,
     warn_of_change,
 )
@@ -194,6 +195,7 @@ class ResidualPreTrainedModel:
         Raises:
             OSError: no weights were written, or a file could not be moved.
         """
+        put_back_changed(self.config, self.base_model.built_with)
         # FSDP2 derives the model's class from the family's, in a module of torch. `transformers` saves the name and the
         # code of the class, so it must see the family's.
         cls = type(self)

@@ -37,6 +37,7 @@ class ProjectedStreams(ResidualStreams):
     """
 
     fields = field_defaults(StreamStartFields)
+    start_fields = ("residual_streams_start",)
     retrofit = {"residual_streams_start": "apart"}
 
     def add_tensors(self, config: PreTrainedConfig) -> None:

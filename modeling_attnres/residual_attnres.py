@@ -10,6 +10,7 @@ their checks, the meaning of the state. No other code names a connection.
 """
 
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -21,6 +22,9 @@ from transformers import PreTrainedConfig
 # The state is the embedding `[batch, seq, hidden]` before the first write, and after it whatever `write` returns: a
 # tensor or a tuple of tensors.
 DepthState = Tensor | tuple[Tensor, ...]
+# Shows a value in a message, and cuts a long one.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _SHORT.maxlist = 100
 
 
 class FamilyWarning(UserWarning):
@@ -40,7 +44,7 @@ def require(config: PreTrainedConfig, field: str, condition: bool, allowed: str)
         ValueError: the condition does not hold; the message names field, value and allowed values.
     """
     if not condition:
-        raise ValueError(f"`{field}` is {getattr(config, field)!r}, but must be {allowed}.")
+        raise ValueError(f"`{field}` is {_SHORT.repr(getattr(config, field))}, but must be {allowed}.")
 
 
 @contextmanager
@@ -100,6 +104,7 @@ class ResidualConnection(nn.Module):
 
     name: ClassVar[str]  # value of the configuration field `residual_connection`
     fields: ClassVar[dict[str, Any]] = {}  # its configuration fields with their defaults
+    start_fields: ClassVar[tuple[str, ...]] = ()  # fields that only untrained tensors depend on
     options: ClassVar[dict[str, str]] = {}  # option of a retrofit -> configuration field that it sets
     # Fields with which an untrained connection equals the residual stream; `None` if it never does.
     retrofit: ClassVar[dict[str, Any] | None] = None

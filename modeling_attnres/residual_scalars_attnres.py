@@ -24,7 +24,8 @@ class ResidualScalarsFields:
     """Configuration fields of `residual_connection="residual_scalars"`."""
 
     residual_scalars_each: str = "layer"
-    """Where scalars act: before each `"layer"` (nanochat) or before each `"sublayer"` (modded-nanogpt)."""
+    """Where scalars act: before each `"layer"` (nanochat) or before each `"sublayer"`. (modded-nanogpt too has scalars of
+    each sublayer, but its sublayers read the stream before it is scaled, and their outputs have a third scalar.)"""
 
     residual_scalars_start: str = "standard"
     """Start of the scalars: `"standard"` (zero) or `"nanochat"` (a from 0.15 to 0.05, b from 0.20 to 0.05)."""
@@ -39,6 +40,7 @@ class ResidualScalars(ResidualConnection):
 
     name = "residual_scalars"
     fields = field_defaults(ResidualScalarsFields)
+    start_fields = ("residual_scalars_start",)
     retrofit = {"residual_scalars_start": "standard"}
     float32 = True
     rate_factors = {"stream": 0.01}
@@ -66,6 +68,18 @@ class ResidualScalars(ResidualConnection):
     def describe(cls, config: PreTrainedConfig) -> str:
         """Return, for example, "residual scalars with x0, of each layer"."""
         return f"residual scalars with x0, of each {config.residual_scalars_each}"
+
+    @classmethod
+    def plan_retrofit(cls, config: PreTrainedConfig, **options) -> None:
+        """Set the fields; see the base class.
+
+        Raises:
+            ValueError: also if the scalars do not start at zero.
+        """
+        super().plan_retrofit(config, **options)
+        require(
+            config, "residual_scalars_start", config.residual_scalars_start == "standard", "'standard' in a retrofit"
+        )
 
     @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:

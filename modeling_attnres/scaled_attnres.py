@@ -59,12 +59,14 @@ class Scaled(ResidualConnection):
 
     name = "scaled"
     fields = field_defaults(ScaledFields)
+    start_fields = ("scaled_start",)
     retrofit = {"scaled_start": 1.0}
     float32 = True
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
         self.form_name, self.start = config.scaled_form, float(config.scaled_start)
+        self.index = sublayer  # `sublayer` changes if a layer is moved
         per_layer = len(config.sublayers)
         is_output, ends_layer = sublayer >= config.num_sublayers, (sublayer + 1) % per_layer == 0
         sizes = {"rezero": 1, "depth": 0, "layer": 1 if ends_layer else 0}
@@ -123,6 +125,9 @@ class Scaled(ResidualConnection):
 
         Args:
             dtype: dtype of learned factors.
+
+        Raises:
+            ValueError: the form is `mixed`, and layers were moved, removed or added.
         """
         k = self.sublayer + 2
         if self.form_name == "depth":
@@ -131,6 +136,11 @@ class Scaled(ResidualConnection):
             return 1.0, 1.0
         weight = self.weight.to(dtype)
         if self.form_name == "mixed":
+            if self.sublayer != self.index:
+                raise ValueError(
+                    f"the gate of sublayer {self.sublayer} is stored as a difference from the start of sublayer "
+                    f"{self.index}: layers of this model cannot be moved, removed or added."
+                )
             start = _TEMPERATURE * torch.logit(torch.tensor(k**-0.5, dtype=torch.float64)).item()
             logits = (start + weight) / _TEMPERATURE
             beta, rest = logits.sigmoid(), (-logits).sigmoid()  # `1 - beta` would round to 0

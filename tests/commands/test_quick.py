@@ -114,6 +114,14 @@ def test_the_shell_completes_commands_names_and_recipes(words, expected, tmp_pat
     assert set(done.stdout.split()) == expected
 
 
+def test_a_terminal_without_a_width_gets_all_lines():
+    asked = [ATTNRES, "list", "recipes"]
+    done = subprocess.run(
+        asked, env=os.environ | {"COLUMNS": "0"}, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "pretrain" in done.stdout
+
+
 def test_the_table_of_connections_matches_the_registry():
     assert connections.CONNECTIONS.keys() == CONNECTIONS.keys()
     assert DEFAULT_RESIDUAL == DEFAULT_CONNECTION

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from attnres import CONNECTIONS, PRESETS
 from attnres.commands import options_convert
 from attnres.conversion import retrofit
-from attnres.conversion.family import retrofit_options
+from attnres.conversion.family import retrofit_config, retrofit_options
 from attnres.residual_attnres import residual_tensors
 
 from ..modeling_attnres import test_published_layout
@@ -248,6 +248,19 @@ def test_a_preset_with_value_residuals_is_exact_and_undone_until_it_is_trained(p
     assert f"`{name}` is not zero: its attention sees values of the first layer" in error
 
 
+@pytest.mark.parametrize("added", [{"value_residual": "standard"}, {"attention_gate": "sdpa"}], ids=str)
+@pytest.mark.parametrize("name", ["denseformer", "muddformer"])
+def test_added_tensors_of_attention_are_not_taken_for_weights_of_the_connection(name, added, sources, tmp_path):
+    fields = [part for field, value in added.items() for part in ("--set", f"{field}={value}")]
+    run = convert_well(sources / "llama", tmp_path / "result", "--residual", name, *fields)
+    assert "Verified: " in run.out and "Not the same" not in run.out
+
+
+def test_an_option_replaces_the_value_of_a_preset():
+    config = retrofit_config(AutoConfig.for_model("llama"), "delta", scale="sum")
+    assert config.attn_res_gated and config.attn_res_scale == "sum"
+
+
 def test_static_weights_cannot_be_regrouped(sources, tmp_path):
     convert_well(sources / "llama", tmp_path / "result", "--set", "attn_res_query=none", "--no-verify")
     error = convert(tmp_path / "result", tmp_path / "again", "--set-block-size", "2").error
@@ -277,6 +290,11 @@ def test_static_weights_cannot_be_regrouped(sources, tmp_path):
             "`residual_streams` is False, but must be an integer",
         ),
         ("--block-size 2 --set attn_res_block_size=3", 1, "give one of block_size and attn_res_block_size, not both."),
+        (
+            "--residual residual_scalars --set residual_scalars_start=nanochat",
+            1,
+            "`residual_scalars_start` is 'nanochat', but must be 'standard' in a retrofit",
+        ),
         ("--full --set attn_res_block_size=3", 1, "give one of block_size, num_blocks and full"),
     ],
 )

@@ -27,6 +27,8 @@ def folders(tmp_path_factory, tiny_model, backbones) -> Path:
             if not name.endswith(".static"):
                 tensor.normal_(std=0.5)
     dynamic.save_pretrained(folder / "dynamic")
+    backbones.build_member("llama", residual_connection="mhc").save_pretrained(folder / "mhc")
+    backbones.build_member("llama", residual_connection="gated_residual").save_pretrained(folder / "gains")
     source = backbones.build("llama")
     source.save_pretrained(folder / "source")
     retrofit(source, block_size=3).save_pretrained(folder / "retrofit")
@@ -54,6 +56,7 @@ def warnings_of(folder: Path, **fields) -> list[str]:
         ("gated", "attention_gate", "sdpa", None),
         ("gated", "attention_gate_scale", "unit", "double"),
         ("retrofit", "attn_res_scale", "sum", "mean"),
+        ("gains", "residual_streams_start", "equal", "apart"),  # its gains are differences from the start
     ],
 )
 def test_a_field_that_changes_the_function_is_named_with_both_values(folders, name, field, stored, asked):
@@ -76,11 +79,34 @@ def test_a_changed_field_of_a_given_configuration_is_named_too(folders):
         ("gated", {"attn_implementation": "eager"}),
         ("llama", {"attention_gate": None, "attention_gate_scale": "double"}),
         ("llama", {"attn_res_block_size": 3, "depth_attention_implementation": "auto"}),
+        ("mhc", {"residual_streams_start": "apart"}),
         ("retrofit", {"attn_res_block_size": 2}),  # at zero queries a block is only a sum of sums
     ],
 )
 def test_a_field_that_keeps_the_function_causes_no_warning(folders, name, fields):
     assert warnings_of(folders / name, **fields) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llama", "attn_res_temperature", 3.0),
+        ("dynamic", "residual_streams", 2),
+        ("hybrid", "residual_connection", "standard"),
+        ("gated", "attention_gate", None),
+    ],
+)
+def test_a_field_that_is_changed_on_a_model_is_saved_as_the_model_uses_it(folders, tmp_path, name, field, value):
+    model = AutoModelForCausalLM.from_pretrained(folders / name)
+    built, ids = getattr(model.config, field), torch.arange(1, 9)[None]
+    setattr(model.config, field, value)
+    with pytest.warns(
+        FamilyWarning, match=f"changed after the model was made: `{field}` to {value!r}.*{built!r} is saved"
+    ):
+        model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
 def test_a_backbones_checkpoint_causes_no_warning(folders):

@@ -94,8 +94,9 @@ def test_in_bfloat16_an_average_is_rounded_once(backbones):
 
 
 @torch.no_grad()
-def test_a_model_whose_layers_were_removed_is_refused_in_one_line(backbones):
-    model = build(backbones, "llama", "denseformer")
+@pytest.mark.parametrize("name, fields", [("denseformer", {}), ("muddformer", {"muddformer_post_norm": True})])
+def test_a_model_whose_layers_were_removed_is_refused_in_one_line(backbones, name, fields):
+    model = build(backbones, "llama", name, **fields)
     model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in (0, 1, 3, 4)])
     model.config.num_hidden_layers = 4
     with pytest.raises(ValueError, match=r"sublayer 4 are for 4 earlier states, but there are 3: .*removed") as error:

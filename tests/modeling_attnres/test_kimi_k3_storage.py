@@ -321,7 +321,7 @@ LAYERS = "language_model.model.layers."
         (field("attn_logit_softcapping", 30.0), "`attn_logit_softcapping` .30.0. may change what the model computes"),
         (field("activation_situ_beta", None), "`activation_situ_beta` is None, .* a number > 0"),
         (field("activation_situ_beta", True), "`activation_situ_beta` is True, .* a number > 0"),
-        (field("activation_situ_linear_beta", 10**400), "`activation_situ_linear_beta` is 10+, .* a number > 0"),
+        (field("activation_situ_linear_beta", 10**400), "`activation_situ_linear_beta` is 10+.+0, .* a number > 0"),
         (field("mla_use_nope", False), "`mla_use_nope` is False, .* no position encoding"),
         (field("moe_router_activation_func", "softmax"), "`moe_router_activation_func` is 'softmax', .* 'sigmoid'"),
         (field("topk_method", "greedy"), "`topk_method` is 'greedy'"),

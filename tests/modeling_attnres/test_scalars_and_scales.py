@@ -62,6 +62,15 @@ def test_nanochats_start_falls_with_depth(backbones):
     assert pairs == sorted(pairs, reverse=True)
 
 
+@torch.no_grad()
+def test_gates_that_depend_on_the_place_refuse_a_model_whose_layers_were_removed(backbones):
+    model = build(backbones, "llama", "scaled", scaled_form="mixed")
+    model.model.layers = model.model.layers[1:]
+    model.config.num_hidden_layers -= 1
+    with pytest.raises(ValueError, match="start of sublayer 2: layers of this model cannot be moved, removed or added"):
+        model(backbones.token_ids())
+
+
 def scaled_recurrence(form: str, connections: list[Scaled]):
     """Return `read`: `h_{l+1} = alpha (h_l + c) + beta v_l`, in the forms of the table in `scaled_attnres.py`."""
 

@@ -27,6 +27,7 @@ FAMILY = {
         "loading",
         "modeling",
         "padding",
+        "pretrained",
         "residual",
         "saving",
     )
