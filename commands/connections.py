@@ -15,7 +15,7 @@ class Connection(NamedTuple):
     options: tuple[str, ...]  # options of a retrofit
     state: str  # the state between sublayers, in tensors [tokens, d]
     used_by: str  # published models, or recipes of others, whose code was read
-    is_exact: bool = True  # whether a retrofit keeps the function
+    retrofit: str = "exact"  # whether a retrofit keeps the function, or in which forms
 
 
 _BLOCKS = ("block_size", "scale", "num_blocks", "full")
@@ -27,16 +27,16 @@ CONNECTIONS: dict[str, Connection] = {
     "muddformer": Connection("averages over depth, set by each token", (), "layers + 1", "modded-nanogpt"),
     "dca": Connection("sums with weights of channel and token; k = 2", (), "k + 2", ""),
     "residual_scalars": Connection("the stream, scaled, plus the embedding", (), "2", "nanochat"),
-    "scaled": Connection("scaled outputs or stream; exact in 5 of 7 forms", (), "1", "ZAYA, Gemma 4"),
+    "scaled": Connection("scaled outputs or stream, seven forms", (), "1", "ZAYA, Gemma 4", "5 of 7"),
     "laurel": Connection("weights, a low-rank map of the stream", (), "1", ""),
     "frac_connections": Connection("Hyper-Connections in one stream", (), "1", ""),
-    "highway": Connection("gates of old and new; from scratch only", (), "1", "", is_exact=False),
+    "highway": Connection("gates of old and new; from scratch only", (), "1", "", retrofit="no"),
     "hyper_connections": Connection("n streams: reads, writes, mixing", ("streams",), "n", ""),
     "identity_hc": Connection("n streams that are not mixed", ("streams",), "n", "Hy-V4"),
     "mhc": Connection("n streams, mixed doubly stochastically", ("streams",), "n", "DeepSeek-V4"),
     "mhc_lite": Connection("n streams, mixed by permutations", ("streams",), "n", ""),
     "gated_residual": Connection("n streams, gated reads and writes", ("streams",), "n", "Qwen3.8-Flash-Next"),
-    "post_norm": Connection("a normed stream; from scratch only", (), "1", "", is_exact=False),
+    "post_norm": Connection("a normed stream; from scratch only", (), "1", "", retrofit="no"),
 }
 # Published variants that are settings of a connection; `attnres.PRESETS` has their fields.
 PRESETS: dict[str, Connection] = {
@@ -66,10 +66,7 @@ def describe_connections() -> str:
 
 def list_connections() -> list[str]:
     """Return a line for each connection and preset: name, whether a retrofit is exact, state, users, meaning."""
-    rows = [
-        (name, "exact" if c.is_exact else "no", c.state, c.used_by or "-", c.meaning)
-        for name, c in (CONNECTIONS | PRESETS).items()
-    ]
+    rows = [(name, c.retrofit, c.state, c.used_by or "-", c.meaning) for name, c in (CONNECTIONS | PRESETS).items()]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 

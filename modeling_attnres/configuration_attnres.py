@@ -175,11 +175,13 @@ class ResidualConfig(
         self._warn_of_unknown_fields()
 
     def _warn_of_unknown_fields(self) -> None:
-        """Warn of fields that begin like the family's, but that this version does not have."""
+        """Warn of fields that begin or nearly read like the family's, but that this version does not have."""
         prefixes = (*_PREFIXES, *(f"{name}_" for name in CONNECTIONS))
-        unknown = [name for name in vars(self) if name.startswith(prefixes) and not hasattr(type(self), name)]
-        for name in sorted(unknown):
-            known = difflib.get_close_matches(name, [f for f in dir(type(self)) if f.startswith(prefixes)], n=1)
+        fields = [name for name in dir(type(self)) if name.startswith(prefixes)]
+        for name in sorted(vars(self).keys() - dir(type(self))):
+            known = difflib.get_close_matches(name, fields, n=1, cutoff=0.6 if name.startswith(prefixes) else 0.88)
+            if not known and not name.startswith(prefixes):
+                continue
             hint = f"Did you mean `{known[0]}`?" if known else "Update the code that loads it."
             message = f"`{name}` ({getattr(self, name)!r}) is not a field of this version, and has no effect. {hint}"
             warnings.warn(message, FamilyWarning, stacklevel=3)

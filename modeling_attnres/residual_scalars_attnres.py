@@ -24,8 +24,8 @@ class ResidualScalarsFields:
     """Configuration fields of `residual_connection="residual_scalars"`."""
 
     residual_scalars_each: str = "layer"
-    """Where scalars act: before each `"layer"` (nanochat) or before each `"sublayer"`. (modded-nanogpt too has scalars of
-    each sublayer, but its sublayers read the stream before it is scaled, and their outputs have a third scalar.)"""
+    """Where scalars act: before each `"layer"` (nanochat) or before each `"sublayer"`. (modded-nanogpt too has scalars
+    of each sublayer, but its sublayers read the stream before it is scaled, and their outputs have a third scalar.)"""
 
     residual_scalars_start: str = "standard"
     """Start of the scalars: `"standard"` (zero) or `"nanochat"` (a from 0.15 to 0.05, b from 0.20 to 0.05)."""

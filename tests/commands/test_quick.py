@@ -129,7 +129,7 @@ def test_the_table_of_connections_matches_the_registry():
     for name, connection in (connections.CONNECTIONS | connections.PRESETS).items():
         assert set(connection.options) == set(retrofit_options(name))
         of = PRESETS.get(name, {}).get("residual_connection", name)
-        assert connection.is_exact == (CONNECTIONS[of].retrofit is not None)
+        assert (connection.retrofit != "no") == (CONNECTIONS[of].retrofit is not None)
     for scale in Scale:
         AttnResConfig(attn_res_scale=scale.value).check_fields()
 

@@ -134,9 +134,12 @@ def test_a_field_of_another_version_is_named(folders, tmp_path):
     assert any("(2.0) is not a field of this version" in message for message in messages)
 
 
-def test_a_misspelt_field_is_named_with_the_right_spelling():
-    with pytest.warns(FamilyWarning, match="`attn_res_blocksize`.*Did you mean `attn_res_block_size`"):
-        AttnResConfig(attn_res_blocksize=2)
+@pytest.mark.parametrize(
+    ("written", "meant"), [("attn_res_blocksize", "attn_res_block_size"), ("scale_form", "scaled_form")]
+)
+def test_a_misspelt_field_is_named_with_the_right_spelling(written, meant):
+    with pytest.warns(FamilyWarning, match=f"`{written}`.*Did you mean `{meant}`"):
+        AttnResConfig(**{written: 2})
 
 
 def test_no_field_of_a_backbone_causes_a_warning(backbones):
