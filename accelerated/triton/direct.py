@@ -31,6 +31,7 @@ from . import implementation, launch
 
 _BYTES = 16  # Triton compiles a kernel for pointers that are multiples of it, and another for the rest
 _MOST_PLANS = 1024  # of lengths that differ in every step
+_ROWS, _COLUMNS, _WARPS = 512, 16, 8  # of a tile of the kernel that sums the parts of gradients
 _PLAIN = frozenset(PLAIN)
 _kind = operator.attrgetter("dtype", "shape", "device")
 
@@ -141,6 +142,8 @@ class ReadPlan:
         flags = {"HAS_PHASE": False, "KEEPS_STATISTICS": True}
         self.forward = self._launcher(launch.kernels().forward_kernel, -(-tokens // tile["TOKENS"]), flags)
         self._backward: dict[tuple[bool, bool, bool], Launcher] = {}
+        finish = {"WIDTH": width, "HAS_NORM": has_norm, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+        self.finish = Launcher(launch.kernels().finish_kernel, -(-width // _COLUMNS), finish, _WARPS, device)
 
     def backward(self, has_grad_weights: bool, needs_sources: bool, has_later: bool) -> Launcher:
         """Return the launcher of the backward kernel with these optional arguments."""
@@ -210,7 +213,7 @@ def is_right_on(device: torch.device) -> bool:
             outputs = _forward(call, query, weight, weight, sources)
             saved = query, weight, weight, *outputs[1:], *sources
             grads = _backward(call, outputs[0], None, [], saved, True)
-            seen.append([*outputs, grads[0], *grads[1]])
+            seen.append([*outputs, *grads[:3], *grads[3]])
         if all(map(torch.equal, *seen)):
             return True
         reason = "compute other numbers"
@@ -305,43 +308,35 @@ class DirectRead(torch.autograd.Function):
             )  # fmt: skip
             norm = None if norm_weight is None else FollowingNorm(norm_weight, call.norm_eps)
             grad_folded, grad_sources, grad_norm = differentiable_grads(request, norm)
-            if grad_folded is not None:
-                grad_folded = grad_folded.view(query.shape)
-            grad_query = (grad_folded * key_norm_weight).to(query.dtype) if needs_query else None
-            grad_key_norm = (grad_folded * query).to(key_norm_weight.dtype) if needs_key_norm else None
+            grad_query, grad_key_norm = _unfolded(grad_folded, query, key_norm_weight)
         else:
-            grad_folded, grad_sources, grad_norm = _backward(
-                call,
-                packed(grad),
-                None if grad_weights is None else packed(grad_weights),
-                implementation.all_or_none(later_grads),
-                saved,
-                any(needs_sources),
-                is_direct=not is_compiled,
+            grad_query, grad_key_norm, grad_norm, grad_sources = _backward(
+                call, grad, grad_weights, later_grads, saved, any(needs_sources), is_direct=not is_compiled
             )
             if not all(needs_sources):
                 grad_sources = [grad if is_needed else None for grad, is_needed in zip(grad_sources, needs_sources)]
-            if query.ndim == 2:
-                grad_folded = grad_folded.view(1, -1)
-            grad_query = _product(grad_folded, key_norm_weight, query.dtype) if needs_query else None
-            grad_key_norm = _product(grad_folded, query, key_norm_weight.dtype) if needs_key_norm else None
-        if needs_key_norm and query.ndim == 2:
-            grad_key_norm = grad_key_norm.view(-1)
-        return None, grad_query, grad_key_norm, grad_norm if needs_norm else None, *grad_sources
+        return (
+            None,
+            grad_query if needs_query else None,
+            grad_key_norm if needs_key_norm else None,
+            grad_norm if needs_norm else None,
+            *grad_sources,
+        )
 
 
 _apply = apply_untransformed(DirectRead)
 
 
-def _product(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of a gradient in float32 and a factor of any dtype, rounded once, by one kernel."""
-    if dtype is torch.float32:
-        return grad * factor
-    return torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype))
-
-
 def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:
     return query.view(-1).float() * key_norm_weight.float()
+
+
+def _unfolded(grad: Tensor | None, query: Tensor, key_norm_weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the query and of the key norm's weight, from the gradient of their product or `None`."""
+    if grad is None:
+        return None, None
+    grad_query = (grad * key_norm_weight).to(query.dtype).view(query.shape)
+    return grad_query, (grad * query.view(-1)).to(key_norm_weight.dtype)
 
 
 def _forward(
@@ -364,37 +359,40 @@ def _backward(
     call: Call,
     grad: Tensor,
     grad_weights: Tensor | None,
-    later_grads: list[Tensor],
+    later_grads: Sequence[Tensor | None],
     saved: Sequence[Tensor | None],
     needs_sources: bool,
     is_direct: bool = True,
-) -> tuple[Tensor, Sequence[Tensor | None], Tensor | None]:
-    """Return the gradients of `w * g` `[D]`, of each source or `None`, and of the following norm's weight or `None`.
+) -> tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor | None]]:
+    """Return the gradients of the query, of the key norm's weight, of the following norm's weight, and of the sources.
 
     Args:
         call: the arguments of the forward pass that are no tensors.
         grad: gradient of the result.
         grad_weights: gradient of the weights, or `None`.
-        later_grads: gradients of the sources from later reads, or an empty list.
+        later_grads: gradients of the sources from later reads, each of which may be `None`; or nothing.
         saved: the tensors that the forward pass has saved, in that order.
-        needs_sources: whether the sources' gradients are needed.
+        needs_sources: whether the sources' gradients are needed. If not, each is `None`.
         is_direct: whether kernels may be launched without Triton's binder.
     """
     plan = call.plan
     query, key_norm_weight, norm_weight, hidden, statistics, *sources = saved
-    grad_norm = None
-    if is_direct:
-        is_direct = are_ready([grad, *later_grads], [plan.source_kind] * (1 + len(later_grads)))
-    if is_direct and grad_weights is not None:
-        is_direct = are_ready([grad_weights], [(torch.float32, plan.weights_shape, plan.device)])
-    if not is_direct:
+    is_ready = is_direct and are_ready((grad, *later_grads), [plan.source_kind] * (1 + len(later_grads)))
+    if not is_ready:
+        grad, later_grads = packed(grad), implementation.all_or_none(later_grads)
+        is_ready = is_direct and are_ready((grad, *later_grads), [plan.source_kind] * (1 + len(later_grads)))
+    if grad_weights is not None:
+        grad_weights = packed(grad_weights)
+        is_ready = is_ready and are_ready([grad_weights], [(torch.float32, plan.weights_shape, plan.device)])
+    if not is_ready:
+        grad_norm = None
         if norm_weight is not None:
             grad, grad_norm = norm_grads_in_operations(grad, hidden, FollowingNorm(norm_weight, call.norm_eps))
         partial, grads = launch.backward(
             grad, grad_weights, later_grads, _folded(query, key_norm_weight), sources, statistics,
             call.is_sum, needs_sources,
         )  # fmt: skip
-        return partial.sum(0), grads or [None] * len(sources), grad_norm
+        return *_unfolded(partial.sum(0), query, key_norm_weight), grad_norm, grads or [None] * len(sources)
     # To divide one allocation into these two would take longer.
     contracted = grad.new_empty(plan.weights_shape, dtype=torch.float32)
     partial = grad.new_empty(plan.partial_shape, dtype=torch.float32)
@@ -405,11 +403,10 @@ def _backward(
         (*grads, *grads[:1] * plan.padding) or None, (*later_grads, *later_grads[:1] * plan.padding) or None,
         plan.tokens, plan.count, float(plan.count if call.is_sum else 1), call.norm_eps,
     )  # fmt: skip
-    grad_folded = partial.sum(0)
-    if norm_weight is not None:
-        grad_folded, grad_norm = grad_folded.unbind()
-        grad_norm = grad_norm.to(norm_weight.dtype)
-    return grad_folded, grads or [None] * plan.count, grad_norm
+    grad_query, grad_key_norm = torch.empty_like(query), torch.empty_like(key_norm_weight)
+    grad_norm = None if norm_weight is None else torch.empty_like(norm_weight)
+    plan.finish(partial, query, key_norm_weight, grad_query, grad_key_norm, grad_norm, plan.programs)
+    return grad_query, grad_key_norm, grad_norm, grads or [None] * plan.count
 
 
 __all__ = ["Call", "DirectRead", "Launcher", "ReadPlan", "attend", "is_right_on", "training_plan"]

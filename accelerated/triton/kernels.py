@@ -195,6 +195,35 @@ def backward_kernel(
 
 
 @triton.jit
+def finish_kernel(
+    partial, query, key_norm, grad_query, grad_key_norm, grad_norm, parts,
+    WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the `parts` rows of `partial` of [`backward_kernel`], in a fixed order, and write three gradients `[WIDTH]`.
+
+    They are the gradients of `query` and `key_norm`, and with `HAS_NORM` that of the following norm's weight.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < WIDTH
+    stride = 2 * WIDTH if HAS_NORM else WIDTH  # between two parts
+    total = tl.zeros([COLUMNS], tl.float32)
+    total_norm = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, parts, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < parts)[:, None] & is_column[None, :]
+        place = partial + row[:, None] * stride + column[None, :]
+        total += tl.sum(tl.load(place, mask=inside, other=0.0), 0)
+        if HAS_NORM:
+            total_norm += tl.sum(tl.load(place + WIDTH, mask=inside, other=0.0), 0)
+    query_row = tl.load(query + column, mask=is_column, other=0.0).to(tl.float32)
+    key_norm_row = tl.load(key_norm + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(grad_query + column, (total * key_norm_row).to(grad_query.dtype.element_ty), mask=is_column)
+    tl.store(grad_key_norm + column, (total * query_row).to(grad_key_norm.dtype.element_ty), mask=is_column)
+    if HAS_NORM:
+        tl.store(grad_norm + column, total_norm.to(grad_norm.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
 def phase_one_kernel(
     sources, queries, mixtures, maxima, normalisers, tokens, count, eps,
     N: tl.constexpr, CHUNK: tl.constexpr, NUMBER: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,

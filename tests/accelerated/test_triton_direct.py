@@ -160,7 +160,7 @@ def fail(*values: object) -> None:
 def test_compiled_kernels_that_take_other_arguments_are_left_to_triton(kernels, monkeypatch):
     device = torch.device(DEVICE)
     assert IS_RIGHT_ON(device)
-    assert kernels.forward_kernel.launches == kernels.backward_kernel.launches == {"bound": 1, "compiled": 1}
+    assert all(kernel.launches == {"bound": 1, "compiled": 1} for kernel in vars(kernels).values())
 
     call = Compiled.__getitem__
 
@@ -231,9 +231,9 @@ def test_the_cost_of_a_read_in_python_does_not_grow_with_the_number_of_sources(k
     assert few == many
     # Beside its sources a read saves the query, the norm's weight and the statistics.
     assert few["saved"] == 3
-    # Forward the result and the statistics, backward scratch, parts of the query's gradient, and all other gradients.
-    assert few["allocations"] == (2, 3)
+    # Forward the result and the statistics; backward scratch, parts of the query's gradient, that gradient, the one of
+    # the norm's weight, and all others.
+    assert few["allocations"] == (2, 5)
     assert few["forward"] <= 12
     assert few["backward"] <= 12
-    assert kernels.forward_kernel.launches == {"bound": 2, "compiled": 4}
-    assert kernels.backward_kernel.launches == {"bound": 2, "compiled": 4}
+    assert all(kernel.launches == {"bound": 2, "compiled": 4} for kernel in vars(kernels).values())

@@ -105,13 +105,20 @@ def backward(k: SimpleNamespace) -> None:
         target.copy_(value)
 
 
+def finish(k: SimpleNamespace) -> None:
+    totals = k.partial.view(k.parts, -1, k.WIDTH).sum(0)
+    k.grad_query.copy_((totals[0] * k.key_norm).view_as(k.grad_query))
+    k.grad_key_norm.copy_(totals[0] * k.query.view(-1))
+    if k.HAS_NORM:
+        k.grad_norm.copy_(totals[1])
+
+
 @pytest.fixture
 def kernels(monkeypatch) -> SimpleNamespace:
     """Let the direct path take the tensors of this machine, by the kernels or their stand-ins."""
     direct._plans.clear()
-    stand_ins = SimpleNamespace(
-        forward_kernel=Kernel("forward_kernel", forward), backward_kernel=Kernel("backward_kernel", backward)
-    )
+    computed = {"forward_kernel": forward, "backward_kernel": backward, "finish_kernel": finish}
+    stand_ins = SimpleNamespace(**{name: Kernel(name, compute) for name, compute in computed.items()})
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         monkeypatch.setattr(implementation, "why_not_on", lambda device, width: None)
