@@ -235,5 +235,5 @@ def test_the_cost_of_a_read_in_python_does_not_grow_with_the_number_of_sources(k
     # the norm's weight, and all others.
     assert few["allocations"] == (2, 5)
     assert few["forward"] <= 12
-    assert few["backward"] <= 12
+    assert few["backward"] <= 13
     assert all(kernel.launches == {"bound": 2, "compiled": 4} for kernel in vars(kernels).values())
