@@ -148,7 +148,8 @@ def backward_kernel(
         if HAS_NORM:
             # y = g n with n = h r and r = 1 / RMS(h):  dL/dh = r (g dL/dy - n mean(n g dL/dy))
             normed = tl.load(hidden + offset, mask=inside, other=0.0).to(tl.float32)
-            norm_rms = tl.rsqrt(tl.sum(normed * normed, 1) / WIDTH + norm_eps)[:, None]
+            # Not for rows of zeros beyond the last token: without an epsilon these would give no number.
+            norm_rms = tl.where(is_token, tl.rsqrt(tl.sum(normed * normed, 1) / WIDTH + norm_eps), 0.0)[:, None]
             normed *= norm_rms
             grad_norm += tl.sum(grad_row * normed.to(grad.dtype.element_ty).to(tl.float32), 0)
             grad_row *= tl.load(norm_weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]

@@ -220,10 +220,10 @@ def _forward_outputs(query, sources, eps, is_sum):
 
 
 @_operator(_forward_outputs)
-def forward(query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the result `[..., D]`, and in float32 the weights `[n, ...]` and the statistics `[2, n, ...]`.
+def forward(query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool) -> tuple[Tensor, Tensor]:
+    """Compute the result `[..., D]`, and in float32 the statistics `[3, n, ...]`.
 
-    The statistics are the logits and 1 / RMS of all sources.
+    The statistics are the weights, the logits and 1 / RMS of all sources.
 
     Args:
         query: `w * g`, `[D]`, float32.
