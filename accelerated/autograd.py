@@ -5,7 +5,7 @@ it from the query and the sources instead; the two are equal up to rounding.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,9 +67,7 @@ def differentiable(
             ctx.set_materialize_grads(False)  # missing gradients are `None`, not tensors of zeros
             if not fuse_later_grads:
                 return result, weights
-            # As outputs of this node, the sources bring the gradients of later reads to its backward pass.
-            ctx.mark_non_differentiable(*(s for s, needed in zip(sources, ctx.needs_input_grad[4:]) if not needed))
-            return result, weights, *sources
+            return result, weights, *sources_for_later_reads(ctx, sources, ctx.needs_input_grad[4:])
 
         @staticmethod
         def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
@@ -88,16 +86,43 @@ def differentiable(
             grad_query, grad_sources = (differentiable_backward if is_differentiated else backward)(request)
             return grad_query, None, None, None, *grad_sources
 
+    apply_directly = apply_untransformed(DepthAttentionFunction)
+
     def run(
         query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, fuse_later_grads: bool = False
     ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         if not torch.is_grad_enabled():
             result, weights, _ = forward(query, sources, eps, is_sum)
             return result, weights, sources
-        result, weights, *later = DepthAttentionFunction.apply(query, eps, is_sum, fuse_later_grads, *sources)
+        # Implementations that run outside a compiler have asked whether a transform of torch.func is active.
+        apply = DepthAttentionFunction.apply if torch.compiler.is_compiling() else apply_directly
+        result, weights, *later = apply(query, eps, is_sum, fuse_later_grads, *sources)
         return result, weights, tuple(later) or sources
 
     return run
+
+
+def apply_untransformed(function: type[torch.autograd.Function]) -> Callable:
+    """Return `function.apply` for callers that know that no transform of torch.func is active.
+
+    `apply` asks each argument whether a transform wraps it. For many sources that takes as long as all else it does.
+    """
+    return super(torch.autograd.Function, function).apply
+
+
+def sources_for_later_reads(ctx: Any, sources: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+    """Return the sources as outputs of a node, which bring the gradients of later reads to its backward pass.
+
+    Args:
+        ctx: the context of the node's forward pass.
+        sources: inputs of the node.
+        needed: for each source, whether its gradient is needed.
+    """
+    # A node turns an input that is returned into a view of it, which takes longer than an alias.
+    later = [*sources] if torch.compiler.is_compiling() else [*map(Tensor.detach, sources)]
+    if not all(needed):
+        ctx.mark_non_differentiable(*(source for source, is_needed in zip(later, needed) if not is_needed))
+    return later
 
 
 def depth_attention_in_operations(
@@ -123,18 +148,65 @@ def depth_attention_in_operations(
     return (result * len(sources) if is_sum else result).to(sources[0].dtype), weights
 
 
+class FollowingNorm(NamedTuple):
+    """An RMSNorm that a kernel applies to the result: `weight * (h * rsqrt(mean(h^2) + eps))`.
+
+    Args:
+        weight: `[D]`, in the dtype of the result.
+        eps: epsilon of this norm.
+    """
+
+    weight: Tensor
+    eps: float
+
+
 def differentiable_backward(request: BackwardRequest) -> Gradients:
     """Compute the gradients by operations that can be differentiated in turn."""
+    grad_query, grad_sources, _ = differentiable_grads(request)
+    return grad_query, grad_sources
+
+
+def differentiable_grads(
+    request: BackwardRequest, norm: FollowingNorm | None = None
+) -> tuple[Tensor | None, list[Tensor | None], Tensor | None]:
+    """Compute the gradients of the query, the sources and a following norm's weight, to be differentiated in turn.
+
+    Args:
+        request: its `grad` is that of the norm's result, if there is a norm.
+        norm: the norm. The gradient of its weight is computed if the weight needs one.
+    """
     # One source may have been computed from another. Views keep the gradient to what flows through this read.
-    leaves = [tensor.view_as(tensor) for tensor in (request.query, *request.sources)]
-    needed = [request.needs_query, *request.needs_sources]
-    outputs = depth_attention_in_operations(leaves[0], leaves[1:], request.eps, request.is_sum)
-    pairs = [pair for pair in zip(outputs, (request.grad, request.grad_weights)) if pair[1] is not None]
+    weight = () if norm is None else (norm.weight,)
+    leaves = [tensor.view_as(tensor) for tensor in (request.query, *request.sources, *weight)]
+    count = 1 + len(request.sources)
+    needed = [request.needs_query, *request.needs_sources, *(tensor.requires_grad for tensor in weight)]
+    result, weights = depth_attention_in_operations(leaves[0], leaves[1:count], request.eps, request.is_sum)
+    if norm is not None:
+        result = rms_norm_in_operations(result, FollowingNorm(leaves[count], norm.eps))
+    pairs = [pair for pair in zip((result, weights), (request.grad, request.grad_weights)) if pair[1] is not None]
     outputs, grads = zip(*pairs)
     needed_leaves = [leaf for leaf, is_needed in zip(leaves, needed) if is_needed]
     computed = iter(torch.autograd.grad(outputs, needed_leaves, grads, create_graph=True))
-    grad_query, *grad_sources = [next(computed) if is_needed else None for is_needed in needed]
-    return grad_query, [add_later_grad(*both) for both in zip(grad_sources, request.later_grads)]
+    grad_query, *others = [next(computed) if is_needed else None for is_needed in needed]
+    grad_sources = [add_later_grad(*both) for both in zip(others[: count - 1], request.later_grads)]
+    return grad_query, grad_sources, others[-1] if weight else None
+
+
+def rms_norm_in_operations(x: Tensor, norm: FollowingNorm) -> Tensor:
+    """Compute the norm of `x` `[..., D]` by PyTorch's operations, with the roundings of the norms of `transformers`."""
+    wide = x.to(torch.float32)
+    return norm.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)).to(x.dtype)
+
+
+def norm_grads_in_operations(grad: Tensor, x: Tensor, norm: FollowingNorm) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of `x` `[..., D]` and of the norm's weight `[D]`, each in its dtype."""
+    wide, grad = x.to(torch.float32), grad.to(torch.float32)
+    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    normed = wide * inverse_rms
+    grad_weight = (grad * normed.to(x.dtype)).view(-1, x.shape[-1]).sum(0)
+    scaled = grad * norm.weight
+    grad_x = inverse_rms * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return grad_x.to(x.dtype), grad_weight.to(norm.weight.dtype)
 
 
 def add_later_grad(grad: Tensor | None, later: Tensor | None) -> Tensor | None:
@@ -144,9 +216,15 @@ def add_later_grad(grad: Tensor | None, later: Tensor | None) -> Tensor | None:
 
 __all__ = [
     "BackwardRequest",
+    "FollowingNorm",
     "Gradients",
     "add_later_grad",
+    "apply_untransformed",
     "depth_attention_in_operations",
     "differentiable",
     "differentiable_backward",
+    "differentiable_grads",
+    "norm_grads_in_operations",
+    "rms_norm_in_operations",
+    "sources_for_later_reads",
 ]

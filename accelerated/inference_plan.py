@@ -44,7 +44,7 @@ class InferencePlan:
         self._stamps: list[tuple] = []
         self._phase: Phase = None
 
-    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool]:
+    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
         """Compute the input of a sublayer, or of the output.
 
         Args:
@@ -52,14 +52,14 @@ class InferencePlan:
             state: the sources, each `[batch, seq, hidden]`; the embedding alone before the first write.
 
         Returns:
-            The input `[batch, seq, hidden]`, and whether the norm that runs next is already applied to it.
+            The input `[batch, seq, hidden]`, whether the norm that runs next is already applied to it, and the state.
         """
         sources = state if isinstance(state, tuple) else (state,)
         position = self._positions[id(connection)]
         is_inference = not torch.is_grad_enabled() and sources[0].shape[-1:] == self._queries.shape[1:]
         prepared = self._prepare(sources) if is_inference else None
         if prepared is None:
-            return connection(state, self._key_norms[position]())[0], False
+            return connection(state, self._key_norms[position]())[0], False, state
         if position not in self._group or not self._begins_with_phase_sources(sources):
             self._begin_group(position, connection, sources, prepared)
         norm = self._norms[position]
@@ -67,7 +67,7 @@ class InferencePlan:
             norm = None
         phase = None if self._phase is None else tuple(part[position - self._group.start] for part in self._phase)
         multiplier = len(sources) if connection.scale == "sum" else 1
-        return self._read(position, multiplier, connection.eps, prepared, phase, norm), norm is not None
+        return self._read(position, multiplier, connection.eps, prepared, phase, norm), norm is not None, state
 
     def _begins_with_phase_sources(self, sources: Sources) -> bool:
         """Return whether the sources begin with those that phase 1 has read, unchanged since then."""
@@ -116,24 +116,12 @@ def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read
     Returns:
         The plan, or `None` if the model must call its connections one by one.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or compat.why_operations_are_observed() is not None:
+    if torch.is_grad_enabled() or not are_plain(reads):
         return None
-    if not reads or not modules_are_called_plainly():
-        return None
-    connection_class, key_norm_class, first = type(reads[0][0]), type(reads[0][1]), reads[0][0].weight
-    # A patched `write` may make another state, which the connection must read itself.
-    methods = (connection_class, "forward"), (connection_class, "write"), (key_norm_class, "forward")
-    if not all(is_unpatched(*method) for method in methods):
-        return None
+    first = reads[0][0].weight
     settings = reads[0][0].eps, reads[0][0].scale, reads[0][0].block_size
     weights, key_norm_weights = [], []
     for connection, key_norm, _ in reads:
-        if type(connection) is not connection_class or type(key_norm) is not key_norm_class:
-            return None
-        if "write" in vars(connection):
-            return None
-        if not (is_plain_module(connection) and is_plain_module(key_norm)):
-            return None
         # The reads of a group are computed together, so all must have the same settings.
         if (connection.eps, connection.scale, connection.block_size) != settings:
             return None
@@ -150,6 +138,31 @@ def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read
     return plan_class(reads, queries)
 
 
+def are_plain(reads: Sequence[Read]) -> bool:
+    """Return whether the connections and key norms of a pass compute what their classes define, and nothing observes.
+
+    Args:
+        reads: all reads of the pass.
+    """
+    if torch.compiler.is_compiling() or compat.why_operations_are_observed() is not None:
+        return False
+    if not reads or not modules_are_called_plainly():
+        return False
+    connection_class, key_norm_class = type(reads[0][0]), type(reads[0][1])
+    # A patched `write` may make another state, which the connection must read itself.
+    methods = (connection_class, "forward"), (connection_class, "write"), (key_norm_class, "forward")
+    if not all(is_unpatched(*method) for method in methods):
+        return False
+    return all(
+        type(connection) is connection_class
+        and type(key_norm) is key_norm_class
+        and "write" not in vars(connection)
+        and is_plain_module(connection)
+        and is_plain_module(key_norm)
+        for connection, key_norm, _ in reads
+    )
+
+
 def _plain_norm(norm: nn.Module) -> Norm:
     """Return weight and epsilon of a plain RMSNorm, or `None` for any other module."""
     weight = norm._parameters.get("weight")
@@ -163,4 +176,4 @@ def _stamp(source: Tensor) -> tuple:
     return source.data_ptr(), source.shape, None if source.is_inference() else source._version
 
 
-__all__ = ["InferencePlan", "Norm", "Phase", "Read", "Sources", "make_plan"]
+__all__ = ["InferencePlan", "Norm", "Phase", "Read", "Sources", "are_plain", "make_plan"]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 # Increase it whenever a signature below changes, or one of the functions in `__init__.py`, which the models call.
-INTERFACE = 2
+INTERFACE = 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Implementation:
             `None` if it can. The first call may take seconds, because it compiles and tries the kernels.
         pays: `(query, sources) -> bool`, whether these sizes are worth the time to load it. `auto` calls `pays` first.
         inference_plan: `(reads) -> InferencePlan | None`, a plan for a pass without gradients; see `make_plan`.
+        training_plan: `(reads) -> TrainingPlan | None`, a plan for a pass with gradients; see `make_training_plan`.
         direct: `(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads) -> (h, a, sources) | None`, a path
             with fewer checks for the most common tensors, from `w` and `g` themselves; `None` for all other tensors.
     """
@@ -37,6 +38,7 @@ class Implementation:
     supports: Callable[[Tensor, Sequence[Tensor]], str | None]
     pays: Callable[[Tensor, Sequence[Tensor]], bool]
     inference_plan: Callable[[Sequence[tuple]], Any] | None = None
+    training_plan: Callable[[Sequence[tuple]], Any] | None = None
     direct: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]] | None] | None = None
 
 

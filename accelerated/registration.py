@@ -1,6 +1,6 @@
 """Register the implementations with the models, by name and as `auto`, and make their inference plans."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,16 +8,20 @@ from torch import Tensor, nn
 from .compat import is_compiled
 from .inference_plan import InferencePlan
 from .interface import Implementation
+from .training_plan import TrainingPlan
 
 Attended = tuple[Tensor, Tensor, Sequence[Tensor]]  # `h`, `a` and the sources, see `Implementation.run`
 
 
-def register(interface: MutableMapping, implementations: Mapping[str, Implementation]) -> None:
+def register(
+    interface: MutableMapping, implementations: Mapping[str, Implementation], direct_of_auto: Callable | None = None
+) -> None:
     """Add implementations to the models' interface, and an `auto` that chooses among them by device and shape.
 
     Args:
         interface: the models' mapping `DEPTH_ATTENTION`, which has `"eager"`.
         implementations: name -> implementation, in order of preference.
+        direct_of_auto: the direct path of `auto`; see [`Implementation`].
     """
     eager = interface["eager"]
     candidates = tuple(implementations.values())
@@ -31,7 +35,7 @@ def register(interface: MutableMapping, implementations: Mapping[str, Implementa
         return eager(query, sources, eps, is_sum)
 
     # Models look for this attribute of the function that they call. Models of an earlier version do without it.
-    auto.direct = next((candidate.direct for candidate in candidates if candidate.direct is not None), None)
+    auto.direct = direct_of_auto
     for name, implementation in implementations.items():
         interface.register(name, _by_name(name, implementation))
     interface.register("auto", auto)
@@ -62,9 +66,28 @@ def inference_plan(
         implementations: name -> implementation, in order of preference.
         classes: the classes of connection and key norm that every read must have.
     """
+    make_plans = [candidate.inference_plan for candidate in _candidates(model, implementations)]
+    return _plan(model, classes, [make_plan for make_plan in make_plans if make_plan is not None])
+
+
+def training_plan(
+    model: nn.Module, implementations: Mapping[str, Implementation], classes: tuple[type[nn.Module], type[nn.Module]]
+) -> TrainingPlan | None:
+    """Make a plan by the first implementation that can; see [`attnres.accelerated.training_plan`].
+
+    The arguments are those of [`inference_plan`].
+    """
+    make_plans = [candidate.training_plan for candidate in _candidates(model, implementations)]
+    return _plan(model, classes, [make_plan for make_plan in make_plans if make_plan is not None])
+
+
+def _candidates(model: nn.Module, implementations: Mapping[str, Implementation]) -> list[Implementation]:
     name = model.config.depth_attention_implementation
-    candidates = implementations.values() if name == "auto" else filter(None, [implementations.get(name)])
-    make_plans = [candidate.inference_plan for candidate in candidates if candidate.inference_plan is not None]
+    return [*implementations.values()] if name == "auto" else [*filter(None, [implementations.get(name)])]
+
+
+def _plan(model: nn.Module, classes: tuple[type[nn.Module], type[nn.Module]], make_plans: Sequence[Callable]) -> Any:
+    """Return the first plan that one of the functions makes of the model's reads, or `None`."""
     # A layer that is wrapped or compiled may not call its connections in the order of a plan.
     if not make_plans or any("sublayers" not in vars(layer) or is_compiled(layer) for layer in model.layers):
         return None
@@ -72,10 +95,10 @@ def inference_plan(
     places = [(layer._modules, sublayer.name, sublayer.first) for layer in model.layers for sublayer in layer.sublayers]
     places.append((model._modules, "output_attn_res", None))
     reads = [(modules[f"{name}_proj"], modules[f"{name}_norm"], modules.get(first)) for modules, name, first in places]
-    connection, key_norm, _ = reads[-1]  # one is enough: `make_plan` checks that all reads have the same classes
+    connection, key_norm, _ = reads[-1]  # one is enough: a plan checks that all reads have the same classes
     if (type(connection), type(key_norm)) != classes:
         return None
     return next((plan for plan in (make_plan(reads) for make_plan in make_plans) if plan is not None), None)
 
 
-__all__ = ["inference_plan", "register"]
+__all__ = ["inference_plan", "register", "training_plan"]

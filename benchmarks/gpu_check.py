@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnres.accelerated import IMPLEMENTATIONS
-from attnres.accelerated.triton import kernels_available, phase_one, read_fused
+from attnres.accelerated.triton import LIBRARIES, kernels_available, phase_one, read_fused
 from attnres.functional_attnres import DEPTH_ATTENTION, reference
 
 from .clock import Clock
@@ -18,7 +18,6 @@ EPS = 1e-6
 # Sources, tokens, width.
 CASES = [(1, 37, 64), (2, 512, 1024), (5, 37, 1000), (9, 512, 2048), (17, 64, 4096), (64, 5, 8192)]
 QUICK = [(1, 5, 8), (3, 7, 64)]
-LIBRARIES = ("fla",)
 LEAST_SCALE = 0.2
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -27,7 +26,7 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
     """Yield one row per implementation, dtype and case, or one with the reason per dtype that does not run."""
     cases = [(dtype, case) for case in (QUICK if quick else CASES) for dtype in DTYPES]
     refused = set()
-    # A library may tune itself for half a minute per width, so it runs after all others and for two cases only.
+    # A library may tune itself for minutes per width, so libraries run after all others and for two cases only.
     names = [name for name in DEPTH_ATTENTION if name not in ("auto", *LIBRARIES)]
     todo = [(case, names) for case in cases] + [(case, LIBRARIES) for case in cases[:2]]
     for number, ((dtype, case), names) in enumerate(todo):

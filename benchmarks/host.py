@@ -2,18 +2,22 @@
 
 Where tensors are small, a GPU waits for its host. [`without_launches`] says which of the host's work is counted. The
 floor is the least that a differentiable function of these tensors can cost: a `torch.autograd.Function` that saves its
-inputs and allocates one tensor forward and one backward.
+inputs and allocates one tensor forward and one backward. In a model a source has several reads, whose gradients are
+added. So one pass runs several reads in turn, where the libraries leave the additions to PyTorch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 
 import torch
 from rich.table import Table
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres import depth_attention
+from attnres.accelerated.autograd import FollowingNorm
+from attnres.accelerated.triton import direct
 from attnres.functional_attnres import attend
 
 from .aggregation import Inputs
@@ -22,7 +26,10 @@ from .report import cell, make_table, verdict
 from .timing import Setting, Ways, compare, interleave
 
 FLOOR, OURS, IN_MODEL = "floor", "ours", "ours in a model"
+PASSES = ("forward", "forward+backward", "reads in turn", "read and norm")
+APART, TOGETHER = "apart", "together"  # the read and the norm that follows
 TARGET = 1.5  # of ours / floor
+READS = 4  # of a pass of reads in turn, as in a block of four sublayers
 SOURCES = (2, 5, 9, 17)
 TOKENS, WIDTH = 4, 64  # as few numbers as possible, because copies take time here that a GPU would spend
 INSTALL = {
@@ -59,9 +66,12 @@ def ours(query: Tensor, sources: list[Tensor], key_norm_weight: Tensor, eps: flo
     return depth_attention(query, sources, key_norm_weight, eps, implementation="triton")
 
 
-def ours_in_model(query: Tensor, sources: list[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
-    """Call our Triton kernels as a layer does, which also returns the sources for the next read."""
-    return attend(query, sources, key_norm_weight, eps, True, "triton", fuse_later_grads=True)[0]
+def in_model(
+    implementation: str, query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float
+) -> Tensor | tuple[Tensor, Sequence[Tensor]]:
+    """Call an implementation as a layer does, which also returns the sources for the next read."""
+    result, _, sources = attend(query, sources, key_norm_weight, eps, False, implementation, fuse_later_grads=True)
+    return result, sources
 
 
 def load_liger() -> Peer:
@@ -92,26 +102,58 @@ def load() -> tuple[dict[str, Peer], dict[str, str]]:
         import triton  # noqa: F401
     except ImportError:
         return {FLOOR: floor}, {name: f"Triton is not installed ({INSTALL[OURS]})" for name in INSTALL}
-    functions = {FLOOR: floor, OURS: ours, IN_MODEL: ours_in_model}
+    functions = {FLOOR: floor, OURS: ours, IN_MODEL: partial(in_model, "triton")}
     for name, load_library in LIBRARIES.items():
         try:
-            functions[name] = load_library()
+            functions |= {name: load_library(), by_name(name): partial(in_model, name)}
         except Exception as error:  # it is not installed, or does not load beside these versions
             missing[name] = f"{str(error).splitlines()[0]} ({INSTALL[name]})"
     return functions, missing
 
 
-def ways(functions: dict[str, Peer], n: int, dtype: torch.dtype, name: str) -> Ways:
+def by_name(library: str) -> str:
+    """Return the name of the way that calls a library as an implementation of this package."""
+    return f"{library} by name"
+
+
+def ways(functions: dict[str, Callable], n: int, dtype: torch.dtype, name: str) -> Ways:
     """Return one way per function to run a pass over n sources that need gradients."""
     inputs = Inputs(n, WIDTH, TOKENS, dtype, "cpu")
     if name == "forward":
         return {name: partial(inputs.call, function) for name, function in functions.items()}
     leaves = [inputs.query, inputs.key_norm_weight, *inputs.sources]
 
-    def step(function: Peer) -> None:
-        torch.autograd.grad(inputs.call(function), leaves, inputs.grad)
+    def read(function: Callable, sources: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        result = function(inputs.query, sources, inputs.key_norm_weight, inputs.eps)
+        return result if isinstance(result, tuple) else (result, sources)
 
-    return {name: partial(step, function) for name, function in functions.items()}
+    def step(reads: int, function: Callable) -> None:
+        result, sources = read(function, inputs.sources)
+        for _ in range(reads - 1):  # each read is added to the last source, the partial sum of the current block
+            result, sources = read(function, (*sources[:-1], sources[-1] + result))
+        torch.autograd.grad(result, leaves, inputs.grad)
+
+    reads = READS if name == "reads in turn" else 1
+    return {name: partial(step, reads, function) for name, function in functions.items()}
+
+
+def norm_ways(n: int, dtype: torch.dtype) -> Ways:
+    """Return the ways to run a read and the norm that follows, forward and backward: apart, and by our kernels."""
+    inputs = Inputs(n, WIDTH, TOKENS, dtype, "cpu")
+    norm = LlamaRMSNorm(WIDTH).to(dtype)
+    leaves = [inputs.query, inputs.key_norm_weight, norm.weight, *inputs.sources]
+    read = inputs.query, inputs.sources, inputs.key_norm_weight, inputs.eps
+
+    def apart() -> None:
+        result, _ = in_model("triton", *read)
+        torch.autograd.grad(norm(result), leaves, inputs.grad)
+
+    def together() -> None:
+        following = FollowingNorm(norm.weight, norm.variance_epsilon)
+        result, _, _ = direct.attend(*read, False, True, following)
+        torch.autograd.grad(result, leaves, inputs.grad)
+
+    return {APART: apart, TOGETHER: together}
 
 
 def measure(setting: Setting) -> Iterator[dict]:
@@ -120,19 +162,24 @@ def measure(setting: Setting) -> Iterator[dict]:
     setting = Setting(setting.threads, setting.repeats if setting.quick else 5 * setting.repeats, setting.quick)
     pairs = {f"{name} / {FLOOR}": (name, FLOOR) for name in (OURS, IN_MODEL)}
     pairs |= {f"{name} / {OURS}": (name, OURS) for name in LIBRARIES}
+    pairs[f"{APART} / {TOGETHER}"] = APART, TOGETHER
+    pairs |= {f"{way} / {IN_MODEL}": (way, IN_MODEL) for name in LIBRARIES for way in (name, by_name(name))}
     versions = {name: version(name) for name, peer in (("triton", OURS), ("liger-kernel", "liger"), ("fla-core", "fla"))
                 if peer in functions}  # fmt: skip
     for dtype in ("float32", "bfloat16"):
-        for name in ("forward", "forward+backward"):
+        for name in PASSES:
             for n in SOURCES[: 1 if setting.quick else None]:
                 row = {"pass": name, "dtype": dtype, "sources": n, "peers": versions, "missing": missing}
-                chosen = ways(functions, n, getattr(torch, dtype), name)
+                if name == PASSES[-1]:
+                    chosen = norm_ways(n, getattr(torch, dtype)) if OURS in functions else {}
+                else:
+                    chosen = ways(functions, n, getattr(torch, dtype), name)
                 yield row | compare(timed(chosen, setting), pairs)
 
 
 def timed(ways: Ways, setting: Setting) -> dict:
     """Return the times of all ways without launches."""
-    if OURS not in ways:
+    if ways.keys() <= {FLOOR}:
         return interleave(ways, setting)
     from .without_launches import without_launches
 
@@ -141,22 +188,46 @@ def timed(ways: Ways, setting: Setting) -> dict:
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
-    """Return the table of all rows, by its name in the README."""
-    libraries = [f"{name} / {OURS}" for name in LIBRARIES]
-    own = f"{OURS} / {FLOOR}"
-    columns = ["pass", "dtype", "sources", own, "target", f"{IN_MODEL} / {FLOOR}"]
-    columns += [column for name in libraries for column in (name, "target")]
-    cells = []
-    for row in rows:
-        line = [row["pass"], row["dtype"], row["sources"], cell(row, own), judge(row, own, TARGET, False)]
-        line.append(cell(row, f"{IN_MODEL} / {FLOOR}"))
-        for name in libraries:
-            line += [cell(row, name), judge(row, name, 1, True)]
-        cells.append(line)
+    """Return the tables of one read, of reads in turn, and of a read with a norm, by their names in the README."""
     missing = sorted({f"{name} did not run: {why}." for row in rows for name, why in row["missing"].items()})
     versions = ", ".join(f"{name} {number}" for name, number in rows[0]["peers"].items()) if rows else ""
     note = " ".join([*([f"Measured with {versions}."] if versions else []), *missing])
-    return {"host": make_table("Host time of one aggregation on a GPU, launches left out", columns, cells, note=note)}
+    own, in_model = f"{OURS} / {FLOOR}", f"{IN_MODEL} / {FLOOR}"
+    alone, in_turn, with_norm = [], [], []
+    for row in rows:
+        if row["pass"] == "read and norm":
+            with_norm.append([row["dtype"], row["sources"], cell(row, f"{APART} / {TOGETHER}")])
+            continue
+        if row["pass"] != "reads in turn":
+            line = [row["pass"], row["dtype"], row["sources"], cell(row, own), judge(row, own, TARGET, False)]
+            alone.append([*line, cell(row, in_model), *_libraries(row, OURS)])
+            continue
+        line = [row["dtype"], row["sources"], cell(row, in_model), *_libraries(row, IN_MODEL)]
+        in_turn.append([*line, *(cell(row, f"{by_name(name)} / {IN_MODEL}") for name in LIBRARIES)])
+    columns = ["pass", "dtype", "sources", own, "target", in_model, *_library_columns(OURS)]
+    columns_in_turn = ["dtype", "sources", in_model, *_library_columns(IN_MODEL)]
+    columns_in_turn += [f"{by_name(name)} / {IN_MODEL}" for name in LIBRARIES]
+    title = "Host time of one aggregation on a GPU, launches left out"
+    title_in_turn = f"Host time of {READS} reads in turn and their backward pass, launches left out"
+    return {
+        "host": make_table(title, columns, alone, note=note),
+        "host-in-turn": make_table(title_in_turn, columns_in_turn, in_turn, note=note),
+        "host-norm": make_table(
+            "Host time of a read, the norm that follows and their backward pass, launches left out",
+            ["dtype", "sources", f"{APART} / {TOGETHER}"],
+            with_norm,
+        ),
+    }
+
+
+def _library_columns(base: str) -> list[str]:
+    return [column for name in LIBRARIES for column in (f"{name} / {base}", "target")]
+
+
+def _libraries(row: dict, base: str) -> list[str]:
+    """Return the cells of [`_library_columns`]."""
+    names = [f"{name} / {base}" for name in LIBRARIES]
+    return [text for name in names for text in (cell(row, name), judge(row, name, 1, True))]
 
 
 def judge(row: dict, name: str, target: float, at_least: bool) -> str:

@@ -42,6 +42,18 @@ def liger(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps
     return liger_attn_res(torch.stack(tuple(sources)), query, key_norm_weight, eps)
 
 
+def fast_attnres(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
+    """Call `attnres` of fast-attnres, which is made for training in bfloat16.
+
+    It takes no norm weight, so the weight is multiplied into the query, which is rounded to bfloat16. It takes the
+    sources without stacking them, and sums the query's gradient in a fixed order. It tunes its kernels for each width
+    and each number of sources, at the first call. `attnres.accelerated.triton.fast_attnres` says how to install it.
+    """
+    from fast_attnres.attnres import attnres
+
+    return attnres(sources, _float32(query, key_norm_weight).to(torch.bfloat16), eps=eps)
+
+
 def flash_attn_res(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
     """Call phase one of flash-attn-res alone, `phase_1_batched_attention_triton_op`, with one query.
 

@@ -15,13 +15,14 @@ from .guard import loading
 
 
 class Listed(StrEnum):
-    """The kinds of names, in the order of `list`. The last two come last, since they need PyTorch."""
+    """The kinds of names, in the order of `list`. The last three come last, since they need PyTorch."""
 
     recipes = "recipes"
     connections = "connections"
     tasks = "tasks"
     configurations = "configurations"
     backbones = "backbones"
+    implementations = "implementations"
 
 
 HEADINGS = {
@@ -32,6 +33,7 @@ HEADINGS = {
     "its state, in tensors [batch, seq, hidden]; an architecture that has it; its meaning",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
     Listed.backbones: "Backbones of the models that attnres convert takes",
+    Listed.implementations: "Implementations of depth attention (from_pretrained(depth_attention_implementation=NAME))",
 }
 
 
@@ -95,5 +97,5 @@ def _names(kind: Listed) -> tuple[str, ...]:
 
         return tuple(benchmarks())
     with loading():
-        from attnres import BACKBONES
-    return tuple(BACKBONES)
+        from attnres import BACKBONES, DEPTH_ATTENTION
+    return tuple(BACKBONES if kind == Listed.backbones else DEPTH_ATTENTION)

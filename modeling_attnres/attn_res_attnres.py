@@ -231,6 +231,11 @@ class AttnRes(ResidualConnection):
         """Return a plan of `attnres.accelerated` that reads for all connections; see the base class."""
         return None if accelerated is None else accelerated.inference_plan(model, AttnRes, ResidualNorm)
 
+    @classmethod
+    def training_plan(cls, model: nn.Module) -> Any:
+        """Return a plan of `attnres.accelerated` that reads for all connections; see the base class."""
+        return None if accelerated is None else accelerated.training_plan(model, AttnRes, ResidualNorm)
+
     def extra_repr(self) -> str:
         """Return the sizes that `print(model)` shows."""
         return f"{self.config.hidden_size}, sublayer={self.sublayer}, block_size={self.block_size}, scale={self.scale}"

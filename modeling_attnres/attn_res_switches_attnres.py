@@ -172,6 +172,8 @@ class SwitchedAttnRes(AttnRes):
         """Return `None`: no fast plan reads for these connections."""
         return None
 
+    training_plan = inference_plan
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set all tensors to zero."""

@@ -115,12 +115,12 @@ class ResidualDecoderLayer:
 
 
 class DepthReader:
-    """Reads the inputs of all sublayers in one forward pass, through their connections or an inference plan.
+    """Reads the inputs of all sublayers in one forward pass, through their connections or a plan.
 
     Args:
         model: the decoder, for the read after its last layer; `None` for a layer that is called alone.
-        plan: the inference plan that reads in place of the connections, or `None`; see
-            [`ResidualConnection.inference_plan`].
+        plan: the plan that reads in place of the connections, or `None`; see [`ResidualConnection.inference_plan`] and
+            [`ResidualConnection.training_plan`].
     """
 
     def __init__(self, model: "ResidualModel | None" = None, plan: Any = None):
@@ -144,7 +144,7 @@ class DepthReader:
         """
         connection, norm = getattr(owner, f"{name}_proj"), getattr(owner, f"{name}_norm", None)
         if self.plan is not None and not torch.compiler.is_compiling():
-            return *self.plan.read(connection, state), state
+            return self.plan.read(connection, state)
         if hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer"):
             raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
         is_normed = connection.takes_norm and first is not None
@@ -249,8 +249,9 @@ class ResidualModel(ResidualPreTrainedModel):
         is_recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in records)
         plan = None
         # Records are taken from calls of the connections, which a plan bypasses.
-        if not (is_recorded or torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            plan = CONNECTIONS[self.config.residual_connection].form(self.config).inference_plan(self)
+        if not (is_recorded or torch.compiler.is_compiling()):
+            connection = CONNECTIONS[self.config.residual_connection].form(self.config)
+            plan = (connection.training_plan if torch.is_grad_enabled() else connection.inference_plan)(self)
         # `zip` ends with `args`, the arguments that were given by position.
         arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
         # The backbone's loop passes extra arguments on to every layer, so `reader` reaches the layers.

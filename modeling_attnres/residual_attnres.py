@@ -234,7 +234,15 @@ class ResidualConnection(nn.Module):
     def inference_plan(cls, model: nn.Module) -> Any:
         """Return an inference plan, which reads for all connections in a pass without gradients, or `None`.
 
-        The method `read(connection, state)` of a plan returns the input, and whether it is already normed.
+        The method `read(connection, state)` of a plan returns the input, whether it is already normed, and the state.
+
+        Args:
+            model: the decoder.
+        """
+
+    @classmethod
+    def training_plan(cls, model: nn.Module) -> Any:
+        """Return a plan as [`inference_plan`], for a pass with gradients, or `None`.
 
         Args:
             model: the decoder.

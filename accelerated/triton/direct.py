@@ -10,19 +10,48 @@ import functools
 import operator
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..autograd import BackwardRequest, differentiable_backward
+from ..autograd import (
+    BackwardRequest,
+    FollowingNorm,
+    apply_untransformed,
+    differentiable_grads,
+    norm_grads_in_operations,
+    sources_for_later_reads,
+)
 from ..compat import why_operations_are_observed
+from ..inference_plan import Read
 from ..tensors import PLAIN, packed
+from ..training_plan import TrainingPlan, make_training_plan
 from . import implementation, launch
 
 _BYTES = 16  # Triton compiles a kernel for pointers that are multiples of it, and another for the rest
 _MOST_PLANS = 1024  # of lengths that differ in every step
+_ROWS, _COLUMNS, _WARPS = 512, 16, 8  # of a tile of the kernel that sums the parts of gradients
 _PLAIN = frozenset(PLAIN)
 _kind = operator.attrgetter("dtype", "shape", "device")
+
+
+class Call(NamedTuple):
+    """The arguments of a read that are no tensors.
+
+    Args:
+        plan: the plan of its shapes.
+        eps: epsilon of the key norm.
+        is_sum: whether the result is multiplied by n.
+        fuse_later_grads: see [`Implementation`].
+        norm_eps: epsilon of the following norm.
+    """
+
+    plan: "ReadPlan"
+    eps: float
+    is_sum: bool
+    fuse_later_grads: bool
+    norm_eps: float
 
 
 class Launcher:
@@ -77,6 +106,7 @@ class ReadPlan:
         query_shape: shape of the query, `[D]` or `[1, D]`.
         query_dtype: dtype of the query.
         norm_dtype: dtype of the key norm's weight.
+        has_norm: whether a norm follows.
     """
 
     def __init__(
@@ -88,26 +118,32 @@ class ReadPlan:
         query_shape: torch.Size,
         query_dtype: torch.dtype,
         norm_dtype: torch.dtype,
+        has_norm: bool = False,
     ):
         width, tokens, padded = shape[-1], shape.numel() // shape[-1], launch.padded_number(count)
         self.count, self.shape, self.dtype, self.device, self.tokens = count, shape, dtype, device, tokens
         self.source_kind = dtype, shape, device
         weight_kinds = [(query_dtype, query_shape, device), (norm_dtype, shape[-1:], device)]
+        if has_norm:
+            weight_kinds.append((dtype, shape[-1:], device))
         self.input_kinds = weight_kinds + [self.source_kind] * count
         self.padding = padded - count
-        self.statistics_shape = (3, count, *shape[:-1])  # weights, logits and 1 / RMS
+        self.weights_shape = (count, *shape[:-1])  # and of scratch of the backward kernel
+        self.statistics_shape = (3, *self.weights_shape)  # weights, logits and 1 / RMS
         self.grads_shape = (count, *shape)
         self.programs = launch.backward_programs(tokens, width)
-        self.contracted_shape = self.statistics_shape[1:]  # scratch of the backward kernel
-        self.partial_shape = self.programs, width  # the query's gradient in parts
+        # Gradients of the query, and of the following norm's weight, in parts.
+        self.partial_shape = (self.programs, 2, width) if has_norm else (self.programs, width)
         # Whether every part of an allocation that is divided begins at a multiple of 16 bytes.
         self.is_aligned = not any(size % _BYTES for size in (4 * count * tokens, dtype.itemsize * tokens * width))
         tile = launch.tile_of(width)
         self._num_warps = tile.pop("num_warps")
-        self._constants = launch.sizes(padded, width) | tile | {"HAS_KEY_NORM": True}
-        flags = {"HAS_PHASE": False, "HAS_NORM": False, "KEEPS_STATISTICS": True}
+        self._constants = launch.sizes(padded, width) | tile | {"HAS_KEY_NORM": True, "HAS_NORM": has_norm}
+        flags = {"HAS_PHASE": False, "KEEPS_STATISTICS": True}
         self.forward = self._launcher(launch.kernels().forward_kernel, -(-tokens // tile["TOKENS"]), flags)
         self._backward: dict[tuple[bool, bool, bool], Launcher] = {}
+        finish = {"WIDTH": width, "HAS_NORM": has_norm, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+        self.finish = Launcher(launch.kernels().finish_kernel, -(-width // _COLUMNS), finish, _WARPS, device)
 
     def backward(self, has_grad_weights: bool, needs_sources: bool, has_later: bool) -> Launcher:
         """Return the launcher of the backward kernel with these optional arguments."""
@@ -143,7 +179,7 @@ _plans: dict[tuple, ReadPlan] = {}
 
 def _plan(key: tuple) -> ReadPlan | None:
     """Make and keep a plan by the arguments of [`ReadPlan`]; return `None` if the direct path takes no such tensors."""
-    _, shape, dtype, device, query_shape, query_dtype, norm_dtype = key
+    _, shape, dtype, device, query_shape, query_dtype, norm_dtype, _ = key
     if not {dtype, query_dtype, norm_dtype} <= {*launch.DTYPES} or not shape or not shape.numel():
         return None
     if query_shape not in (shape[-1:], (1, *shape[-1:])) or implementation.why_not_on(device, shape[-1]) is not None:
@@ -170,11 +206,14 @@ def is_right_on(device: torch.device) -> bool:
     try:
         values = torch.linspace(-1, 1, 4 * 32, dtype=torch.float32, device=device).view(4, 2, 16)
         sources, query, weight = [*values[:3]], values[3, 0], values[3, 1] + 2
-        plan, seen = ReadPlan(3, values.shape[1:], values.dtype, device, query.shape, query.dtype, query.dtype), []
+        kind = values.shape[1:], values.dtype, device, query.shape, query.dtype, query.dtype
+        call = Call(ReadPlan(3, *kind, has_norm=True), 1e-6, True, True, 1e-6)
+        seen = []
         for _ in ("by Triton", "without its binder"):
-            result, *statistics = _forward(plan, query, weight, sources, 1e-6, True)
-            grads = _backward(plan, result, None, [], (query, weight), sources, tuple(statistics), True, True)
-            seen.append([result, *statistics, grads[0], *grads[1]])
+            outputs = _forward(call, query, weight, weight, sources)
+            saved = query, weight, weight, *outputs[1:], *sources
+            grads = _backward(call, outputs[0], None, [], saved, True)
+            seen.append([*outputs, *grads[:3], *grads[3]])
         if all(map(torch.equal, *seen)):
             return True
         reason = "compute other numbers"
@@ -191,6 +230,7 @@ def attend(
     eps: float,
     is_sum: bool,
     fuse_later_grads: bool,
+    norm: FollowingNorm | None = None,
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]] | None:
     """Compute depth attention by the Triton kernels, from the query and the key norm's weight themselves.
 
@@ -201,52 +241,61 @@ def attend(
         eps: epsilon of the key norm.
         is_sum: whether to multiply the result by n.
         fuse_later_grads: see [`Implementation`].
+        norm: a norm to apply to `h`.
 
     Returns:
-        `h`, `a` and the sources, as [`Implementation.run`] returns them; `None` if the general path must run.
+        `h` or its norm, `a` and the sources, as [`Implementation.run`] returns them; `None` if the general path must
+        run.
     """
     first = sources[0]
     if torch.compiler.is_compiling() or not first.is_cuda or type(first) not in PLAIN:
         return None
-    key = len(sources), first.shape, first.dtype, first.device, query.shape, query.dtype, key_norm_weight.dtype
+    norm_weight, norm_eps = norm or (None, 0.0)
+    key = (
+        len(sources), first.shape, first.dtype, first.device, query.shape, query.dtype, key_norm_weight.dtype,
+        norm_weight is not None,
+    )  # fmt: skip
     plan = _plans.get(key) or _plan(key)
-    if plan is None or not are_ready((query, key_norm_weight, *sources), plan.input_kinds):
+    weights = (query, key_norm_weight) if norm_weight is None else (query, key_norm_weight, norm_weight)
+    if plan is None or not are_ready((*weights, *sources), plan.input_kinds):
         return None
     if why_operations_are_observed() is not None:
         return None
+    call = Call(plan, eps, is_sum, fuse_later_grads, norm_eps)
     if not torch.is_grad_enabled():
-        result, weights, *_ = _forward(plan, query, key_norm_weight, sources, eps, is_sum)
-        return result, weights, sources
-    result, weights, *later = DirectRead.apply((plan, eps, is_sum, fuse_later_grads), query, key_norm_weight, *sources)
+        result, _, statistics = _forward(call, query, key_norm_weight, norm_weight, sources)
+        return result, statistics[0], sources
+    result, weights, *later = _apply(call, query, key_norm_weight, norm_weight, *sources)
     return result, weights, tuple(later) or sources
 
 
+def training_plan(reads: Sequence[Read]) -> TrainingPlan | None:
+    """Make a plan that reads by the kernels in a pass with gradients; see [`Implementation`]."""
+    return make_training_plan(reads, attend) if reads[0][0].weight.is_cuda else None
+
+
 class DirectRead(torch.autograd.Function):
-    """A read whose tensors fit its plan. It saves its inputs, and three statistics of one allocation."""
+    """A read whose tensors fit its plan. It saves its inputs, statistics, and a norm's input."""
 
     @staticmethod
     def forward(
-        ctx, call: tuple[ReadPlan, float, bool, bool], query: Tensor, key_norm_weight: Tensor, *sources: Tensor
+        ctx, call: Call, query: Tensor, key_norm_weight: Tensor, norm_weight: Tensor | None, *sources: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the result and the weights, and with `fuse` the sources too."""
-        plan, eps, is_sum, fuse = ctx.call = call  # one argument, because autograd unwraps each
-        result, *saved = _forward(plan, query, key_norm_weight, sources, eps, is_sum)
-        ctx.save_for_backward(query, key_norm_weight, *saved, *sources)
+        """Return the result and the weights, and with `fuse_later_grads` the sources too."""
+        ctx.call = call  # one argument, because autograd unwraps each
+        result, hidden, statistics = _forward(call, query, key_norm_weight, norm_weight, sources)
+        ctx.save_for_backward(query, key_norm_weight, norm_weight, hidden, statistics, *sources)
         ctx.set_materialize_grads(False)  # missing gradients are `None`, not tensors of zeros
-        if not fuse:
-            return result, saved[0]
-        # As outputs of this node, the sources bring the gradients of later reads to its backward pass.
-        needed = ctx.needs_input_grad[3:]
-        if not all(needed):
-            ctx.mark_non_differentiable(*(source for source, is_needed in zip(sources, needed) if not is_needed))
-        return result, saved[0], *sources
+        if not call.fuse_later_grads:
+            return result, statistics[0]
+        return result, statistics[0], *sources_for_later_reads(ctx, sources, ctx.needs_input_grad[4:])
 
     @staticmethod
     def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
-        """Return the gradients of the query, the key norm's weight and the sources."""
-        query, key_norm_weight, weights, logits, inverse_rms, *sources = ctx.saved_tensors
-        _, needs_query, needs_norm, *needs_sources = ctx.needs_input_grad
-        plan, eps, is_sum, _ = ctx.call
+        """Return the gradients of the query, the key norm's weight, the following norm's weight and the sources."""
+        saved = query, key_norm_weight, norm_weight, _, _, *sources = ctx.saved_tensors
+        _, needs_query, needs_key_norm, needs_norm, *needs_sources = ctx.needs_input_grad
+        call = ctx.call
         if grad is None:
             grad = torch.zeros_like(sources[0])
         elif grad.is_sparse:
@@ -255,93 +304,109 @@ class DirectRead(torch.autograd.Function):
         if torch.is_grad_enabled() and not is_compiled:
             request = BackwardRequest(
                 grad, grad_weights, later_grads or [None] * len(sources), _folded(query, key_norm_weight),
-                sources, (), eps, is_sum, needs_query or needs_norm, needs_sources,
+                sources, (), call.eps, call.is_sum, needs_query or needs_key_norm, needs_sources,
             )  # fmt: skip
-            grad_folded, grad_sources = differentiable_backward(request)
-            if grad_folded is not None:
-                grad_folded = grad_folded.view(query.shape)
-            grad_query = (grad_folded * key_norm_weight).to(query.dtype) if needs_query else None
-            grad_norm = (grad_folded * query).to(key_norm_weight.dtype) if needs_norm else None
+            norm = None if norm_weight is None else FollowingNorm(norm_weight, call.norm_eps)
+            grad_folded, grad_sources, grad_norm = differentiable_grads(request, norm)
+            grad_query, grad_key_norm = _unfolded(grad_folded, query, key_norm_weight)
         else:
-            grads = _backward(
-                None if is_compiled else plan,
-                packed(grad),
-                None if grad_weights is None else packed(grad_weights),
-                implementation.all_or_none(later_grads),
-                (query, key_norm_weight),
-                sources,
-                (weights, logits, inverse_rms),
-                is_sum,
-                any(needs_sources),
+            grad_query, grad_key_norm, grad_norm, grad_sources = _backward(
+                call, grad, grad_weights, later_grads, saved, any(needs_sources), is_direct=not is_compiled
             )
-            grad_folded = grads[0].sum(0, keepdim=query.ndim == 2)  # in the shape of the query
-            grad_sources = grads[1]
             if not all(needs_sources):
                 grad_sources = [grad if is_needed else None for grad, is_needed in zip(grad_sources, needs_sources)]
-            grad_query = _product(grad_folded, key_norm_weight, query.dtype) if needs_query else None
-            grad_norm = _product(grad_folded, query, key_norm_weight.dtype) if needs_norm else None
-        if needs_norm and query.ndim == 2:
-            grad_norm = grad_norm.view(-1)
-        return None, grad_query, grad_norm, *grad_sources
+        return (
+            None,
+            grad_query if needs_query else None,
+            grad_key_norm if needs_key_norm else None,
+            grad_norm if needs_norm else None,
+            *grad_sources,
+        )
 
 
-def _product(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product of a gradient in float32 and a factor of any dtype, rounded once, by one kernel."""
-    if dtype is torch.float32:
-        return grad * factor
-    return torch.mul(grad, factor, out=grad.new_empty(grad.shape, dtype=dtype))
+_apply = apply_untransformed(DirectRead)
 
 
 def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:
-    """Return `w * g` `[D]` in float32."""
-    return query.view(-1).float() * key_norm_weight
+    return query.view(-1).float() * key_norm_weight.float()
+
+
+def _unfolded(grad: Tensor | None, query: Tensor, key_norm_weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the query and of the key norm's weight, from the gradient of their product or `None`."""
+    if grad is None:
+        return None, None
+    grad_query = (grad * key_norm_weight).to(query.dtype).view(query.shape)
+    return grad_query, (grad * query.view(-1)).to(key_norm_weight.dtype)
 
 
 def _forward(
-    plan: ReadPlan, query: Tensor, key_norm_weight: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result, and the weights, logits and 1 / RMS of all sources."""
-    first = sources[0]
+    call: Call, query: Tensor, key_norm_weight: Tensor, norm_weight: Tensor | None, sources: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the result, the input of the norm or `None`, and the statistics of all sources."""
+    plan, first = call.plan, sources[0]
     result = torch.empty_like(first)
-    weights, logits, inverse_rms = first.new_empty(plan.statistics_shape, dtype=torch.float32).unbind()
+    hidden = None if norm_weight is None else torch.empty_like(first)
+    statistics = first.new_empty(plan.statistics_shape, dtype=torch.float32)
     plan.forward(
-        (*sources, *sources[:1] * plan.padding), query, key_norm_weight, None, None, None, None,
-        result, weights, logits, inverse_rms,
-        plan.tokens, plan.count, float(plan.count if is_sum else 1), eps, 0.0,
+        (*sources, *sources[:1] * plan.padding), query, key_norm_weight, None, None, None, norm_weight,
+        result, hidden, statistics,
+        plan.tokens, plan.count, float(plan.count if call.is_sum else 1), call.eps, call.norm_eps,
     )  # fmt: skip
-    return result, weights, logits, inverse_rms
+    return result, hidden, statistics
 
 
 def _backward(
-    plan: ReadPlan | None,
+    call: Call,
     grad: Tensor,
     grad_weights: Tensor | None,
-    later_grads: list[Tensor],
-    query_and_norm: tuple[Tensor, Tensor],
-    sources: list[Tensor],
-    statistics: tuple[Tensor, Tensor, Tensor],
-    is_sum: bool,
+    later_grads: Sequence[Tensor | None],
+    saved: Sequence[Tensor | None],
     needs_sources: bool,
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Return the gradient of `w * g` in parts `[programs, D]`, and that of each source or `None`."""
-    is_direct = plan is not None and are_ready([grad, *later_grads], [plan.source_kind] * (1 + len(later_grads)))
-    if is_direct and grad_weights is not None:
-        is_direct = are_ready([grad_weights], [(torch.float32, plan.contracted_shape, plan.device)])
-    if not is_direct:
+    is_direct: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor | None]]:
+    """Return the gradients of the query, of the key norm's weight, of the following norm's weight, and of the sources.
+
+    Args:
+        call: the arguments of the forward pass that are no tensors.
+        grad: gradient of the result.
+        grad_weights: gradient of the weights, or `None`.
+        later_grads: gradients of the sources from later reads, each of which may be `None`; or nothing.
+        saved: the tensors that the forward pass has saved, in that order.
+        needs_sources: whether the sources' gradients are needed. If not, each is `None`.
+        is_direct: whether kernels may be launched without Triton's binder.
+    """
+    plan = call.plan
+    query, key_norm_weight, norm_weight, hidden, statistics, *sources = saved
+    is_ready = is_direct and are_ready((grad, *later_grads), [plan.source_kind] * (1 + len(later_grads)))
+    if not is_ready:
+        grad, later_grads = packed(grad), implementation.all_or_none(later_grads)
+        is_ready = is_direct and are_ready((grad, *later_grads), [plan.source_kind] * (1 + len(later_grads)))
+    if grad_weights is not None:
+        grad_weights = packed(grad_weights)
+        is_ready = is_ready and are_ready([grad_weights], [(torch.float32, plan.weights_shape, plan.device)])
+    if not is_ready:
+        grad_norm = None
+        if norm_weight is not None:
+            grad, grad_norm = norm_grads_in_operations(grad, hidden, FollowingNorm(norm_weight, call.norm_eps))
         partial, grads = launch.backward(
-            grad, grad_weights, later_grads, _folded(*query_and_norm), sources, *statistics, is_sum, needs_sources
-        )
-        return partial, grads or [None] * len(sources)
+            grad, grad_weights, later_grads, _folded(query, key_norm_weight), sources, statistics,
+            call.is_sum, needs_sources,
+        )  # fmt: skip
+        return *_unfolded(partial.sum(0), query, key_norm_weight), grad_norm, grads or [None] * len(sources)
     # To divide one allocation into these two would take longer.
-    contracted = grad.new_empty(plan.contracted_shape, dtype=torch.float32)
+    contracted = grad.new_empty(plan.weights_shape, dtype=torch.float32)
     partial = grad.new_empty(plan.partial_shape, dtype=torch.float32)
     grads = grad.new_empty(plan.grads_shape).unbind() if needs_sources else ()
     plan.backward(grad_weights is not None, needs_sources, bool(later_grads))(
-        grad, grad_weights, (*sources, *sources[:1] * plan.padding), *query_and_norm, *statistics, contracted, partial,
+        grad, grad_weights, (*sources, *sources[:1] * plan.padding), query, key_norm_weight, hidden, norm_weight,
+        statistics, contracted, partial,
         (*grads, *grads[:1] * plan.padding) or None, (*later_grads, *later_grads[:1] * plan.padding) or None,
-        plan.tokens, plan.count, float(plan.count if is_sum else 1),
+        plan.tokens, plan.count, float(plan.count if call.is_sum else 1), call.norm_eps,
     )  # fmt: skip
-    return partial, grads or [None] * plan.count
+    grad_query, grad_key_norm = torch.empty_like(query), torch.empty_like(key_norm_weight)
+    grad_norm = None if norm_weight is None else torch.empty_like(norm_weight)
+    plan.finish(partial, query, key_norm_weight, grad_query, grad_key_norm, grad_norm, plan.programs)
+    return grad_query, grad_key_norm, grad_norm, grads or [None] * plan.count
 
 
-__all__ = ["DirectRead", "Launcher", "ReadPlan", "attend", "is_right_on"]
+__all__ = ["Call", "DirectRead", "Launcher", "ReadPlan", "attend", "is_right_on", "training_plan"]

@@ -84,8 +84,8 @@ def pays(query: Tensor, sources: Sequence[Tensor]) -> bool:
 def _forward(
     query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    result, *saved = launch.forward(packed(query), [packed(source) for source in sources], eps, is_sum)
-    return result, saved[0], tuple(saved)
+    result, statistics = launch.forward(packed(query), [packed(source) for source in sources], eps, is_sum)
+    return result, statistics[0], (statistics,)
 
 
 def _backward(request: BackwardRequest) -> Gradients:

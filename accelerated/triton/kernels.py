@@ -68,16 +68,19 @@ def _normalised(mixture, normaliser, factor):
 
 @triton.jit
 def forward_kernel(
-    sources, query, key_norm, mixtures, maxima, normalisers, norm_weight, result, weights, logits, inverse_rms,
+    sources, query, key_norm, mixtures, maxima, normalisers, norm_weight, result, hidden, statistics,
     tokens, count, factor, eps, norm_eps,
     N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_KEY_NORM: tl.constexpr, HAS_PHASE: tl.constexpr,
     HAS_NORM: tl.constexpr, KEEPS_STATISTICS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write `result` `[tokens, WIDTH]`, continued from an entry of phase one with `HAS_PHASE`, normed with `HAS_NORM`.
 
-    For training it also writes `weights`, `logits` and `inverse_rms`, each `[count, tokens]`.
+    For training it also writes to `statistics` `[3, count, tokens]` the weights, the logits and 1 / RMS of the sources.
+    With `HAS_NORM` it then writes the norm's input to `hidden` `[tokens, WIDTH]`.
     """
     stride = tl.cast(tokens, tl.int64)  # between the statistics of two sources
+    if KEEPS_STATISTICS:
+        weights, logits, inverse_rms = statistics, statistics + count * stride, statistics + 2 * count * stride
     token, is_token, inside, offset = _whole_tokens(tl.program_id(0), tokens, WIDTH, TOKENS, COLUMNS)
     column = tl.arange(0, COLUMNS)
     is_column = column < WIDTH
@@ -104,7 +107,10 @@ def forward_kernel(
     mixture = _normalised(mixture, normaliser, factor)
     if HAS_NORM:
         # The norm's module gets a rounded input, and rounds once more before it multiplies by its weight.
-        mixture = mixture.to(result.dtype.element_ty).to(tl.float32)
+        mixture = mixture.to(result.dtype.element_ty)
+        if KEEPS_STATISTICS:
+            tl.store(hidden + offset, mixture, mask=inside)
+        mixture = mixture.to(tl.float32)
         mixture *= tl.rsqrt(tl.sum(mixture * mixture, 1) / WIDTH + norm_eps)[:, None]
         norm_row = tl.load(norm_weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
         mixture = norm_row * mixture.to(result.dtype.element_ty).to(tl.float32)
@@ -118,24 +124,36 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad, grad_weights, sources, query, key_norm, weights, logits, inverse_rms, contracted, partial, grad_sources,
-    later_grads, tokens, count, factor,
-    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_KEY_NORM: tl.constexpr,
+    grad, grad_weights, sources, query, key_norm, hidden, norm_weight, statistics, contracted, partial,
+    grad_sources, later_grads, tokens, count, factor, norm_eps,
+    N: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HAS_KEY_NORM: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_GRAD_WEIGHTS: tl.constexpr, NEEDS_SOURCES: tl.constexpr, HAS_LATER: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write `grad_sources`, and this program's part of the gradient of `query * key_norm` to a row of `partial`.
 
-    `later_grads`, the sources' gradients from later reads, are added. `contracted` `[count, tokens]` is scratch.
+    `later_grads`, the sources' gradients from later reads, are added. `contracted` `[count, tokens]` is scratch. With
+    `HAS_NORM`, `grad` is the gradient after the norm, and each program has a second row, for the norm's weight.
     """
     stride = tl.cast(tokens, tl.int64)  # between the statistics of two sources
+    weights, logits, inverse_rms = statistics, statistics + count * stride, statistics + 2 * count * stride
     column = tl.arange(0, COLUMNS)
     is_column = column < WIDTH
     query_row = _query_row(query, key_norm, column, is_column, HAS_KEY_NORM)
     grad_query = tl.zeros([COLUMNS], tl.float32)
+    grad_norm = tl.zeros([COLUMNS], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS), tl.num_programs(0)):
         token, is_token, inside, offset = _whole_tokens(tile, tokens, WIDTH, TOKENS, COLUMNS)
         grad_row = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            # y = g n with n = h r and r = 1 / RMS(h):  dL/dh = r (g dL/dy - n mean(n g dL/dy))
+            normed = tl.load(hidden + offset, mask=inside, other=0.0).to(tl.float32)
+            # Not for rows of zeros beyond the last token: without an epsilon these would give no number.
+            norm_rms = tl.where(is_token, tl.rsqrt(tl.sum(normed * normed, 1) / WIDTH + norm_eps), 0.0)[:, None]
+            normed *= norm_rms
+            grad_norm += tl.sum(grad_row * normed.to(grad.dtype.element_ty).to(tl.float32), 0)
+            grad_row *= tl.load(norm_weight + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+            grad_row = norm_rms * (grad_row - normed * (tl.sum(grad_row * normed, 1) / WIDTH)[:, None])
         # The gradient of each weight a_i, through the result and directly, and the mean of these by the weights.
         mean = tl.zeros([TOKENS], tl.float32)
         coming = tl.load(sources[0] + offset, mask=inside, other=0.0)
@@ -170,7 +188,40 @@ def backward_kernel(
                         grad_source += tl.load(later + offset, mask=inside, other=0.0).to(tl.float32)
                     target = _pick(grad_sources, i, first, CHUNK, N)
                     tl.store(target + offset, grad_source.to(target.dtype.element_ty), mask=inside)
-    tl.store(partial + tl.program_id(0) * WIDTH + column, grad_query, mask=is_column)
+    if HAS_NORM:
+        tl.store(partial + (tl.program_id(0) * 2 + 1) * WIDTH + column, grad_norm, mask=is_column)
+        tl.store(partial + tl.program_id(0) * 2 * WIDTH + column, grad_query, mask=is_column)
+    else:
+        tl.store(partial + tl.program_id(0) * WIDTH + column, grad_query, mask=is_column)
+
+
+@triton.jit
+def finish_kernel(
+    partial, query, key_norm, grad_query, grad_key_norm, grad_norm, parts,
+    WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the `parts` rows of `partial` of [`backward_kernel`], in a fixed order, and write three gradients `[WIDTH]`.
+
+    They are the gradients of `query` and `key_norm`, and with `HAS_NORM` that of the following norm's weight.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < WIDTH
+    stride = 2 * WIDTH if HAS_NORM else WIDTH  # between two parts
+    total = tl.zeros([COLUMNS], tl.float32)
+    total_norm = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, parts, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < parts)[:, None] & is_column[None, :]
+        place = partial + row[:, None] * stride + column[None, :]
+        total += tl.sum(tl.load(place, mask=inside, other=0.0), 0)
+        if HAS_NORM:
+            total_norm += tl.sum(tl.load(place + WIDTH, mask=inside, other=0.0), 0)
+    query_row = tl.load(query + column, mask=is_column, other=0.0).to(tl.float32)
+    key_norm_row = tl.load(key_norm + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(grad_query + column, (total * key_norm_row).to(grad_query.dtype.element_ty), mask=is_column)
+    tl.store(grad_key_norm + column, (total * query_row).to(grad_key_norm.dtype.element_ty), mask=is_column)
+    if HAS_NORM:
+        tl.store(grad_norm + column, total_norm.to(grad_norm.dtype.element_ty), mask=is_column)
 
 
 @triton.jit

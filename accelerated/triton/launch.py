@@ -215,15 +215,15 @@ def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def _forward_outputs(query, sources, eps, is_sum):
     first = sources[0]
-    stats = [_empty(query, (len(sources), *first.shape[:-1]), torch.float32) for _ in range(3)]
-    return _empty(query, first.shape, first.dtype), *stats
+    statistics = _empty(query, (3, len(sources), *first.shape[:-1]), torch.float32)
+    return _empty(query, first.shape, first.dtype), statistics
 
 
 @_operator(_forward_outputs)
-def forward(
-    query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the result `[..., D]`, and the weights, logits and 1 / RMS of all sources, each `[n, ...]` in float32.
+def forward(query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool) -> tuple[Tensor, Tensor]:
+    """Compute the result `[..., D]`, and in float32 the statistics `[3, n, ...]`.
+
+    The statistics are the weights, the logits and 1 / RMS of all sources.
 
     Args:
         query: `w * g`, `[D]`, float32.
@@ -232,14 +232,18 @@ def forward(
         is_sum: whether to multiply the result by n.
     """
     shape = _require_rows(query, sources)
-    outputs = result, *statistics = _forward_outputs(query, sources, eps, is_sum)
+    outputs = result, statistics = _forward_outputs(query, sources, eps, is_sum)
     count, width, pointers = len(sources), query.numel(), _pointers(sources)
-    _require(query.device, ([result], shape, result.dtype), (statistics, (count, *shape[:-1]), torch.float32))
+    _require(
+        query.device,
+        ([result], shape, result.dtype),
+        ([statistics], (3, count, *shape[:-1]), torch.float32),
+    )
     tokens, tile = result.numel() // width, tile_of(width)
     if tokens:
         with torch.cuda.device_of(query):
             kernels().forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
-                pointers, query, None, None, None, None, None, *outputs,
+                pointers, query, None, None, None, None, None, result, None, statistics,
                 tokens, count, float(count if is_sum else 1), eps, 0.0,
                 HAS_KEY_NORM=False, HAS_PHASE=False, HAS_NORM=False, KEEPS_STATISTICS=True,
                 **sizes(len(pointers), width), **tile,
@@ -247,9 +251,7 @@ def forward(
     return outputs
 
 
-def _backward_outputs(
-    grad, grad_weights, later_grads, query, sources, weights, logits, inverse_rms, is_sum, needs_sources
-):
+def _backward_outputs(grad, grad_weights, later_grads, query, sources, statistics, is_sum, needs_sources):
     width = query.numel()
     partial = _empty(query, (backward_programs(grad.numel() // width, width), width), torch.float32)
     return partial, [_empty(query, source.shape, source.dtype) for source in sources] if needs_sources else []
@@ -262,9 +264,7 @@ def backward(
     later_grads: Sequence[Tensor],
     query: Tensor,
     sources: Sequence[Tensor],
-    weights: Tensor,
-    logits: Tensor,
-    inverse_rms: Tensor,
+    statistics: Tensor,
     is_sum: bool,
     needs_sources: bool,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -276,30 +276,29 @@ def backward(
         later_grads: gradients `[..., D]` to add to those of the sources, one for each source, or an empty list.
         query: `w * g`, `[D]`, float32.
         sources: n tensors `[..., D]`.
-        weights: from [`forward`].
-        logits: from [`forward`].
-        inverse_rms: from [`forward`].
+        statistics: from [`forward`].
         is_sum: whether the result was multiplied by n.
         needs_sources: whether the sources' gradients are needed.
     """
     shape, count = _require_rows(query, sources), len(sources)
     partial, grad_sources = outputs = _backward_outputs(
-        grad, grad_weights, later_grads, query, sources, weights, logits, inverse_rms, is_sum, needs_sources
+        grad, grad_weights, later_grads, query, sources, statistics, is_sum, needs_sources
     )
     contracted = _empty(query, (count, *shape[:-1]), torch.float32)
     _require(
         query.device,
         ([grad, *later_grads, *grad_sources], shape, sources[0].dtype),
-        ([grad_weights, weights, logits, inverse_rms, contracted], contracted.shape, torch.float32),
+        ([grad_weights, contracted], contracted.shape, torch.float32),
+        ([statistics], (3, *contracted.shape), torch.float32),
         ([partial], (len(partial), query.numel()), torch.float32),
     )
     width, pointers = query.numel(), _pointers(sources)
     with torch.cuda.device_of(query):
         kernels().backward_kernel[(len(partial),)](
-            grad, grad_weights, pointers, query, None, weights, logits, inverse_rms, contracted, partial,
+            grad, grad_weights, pointers, query, None, None, None, statistics, contracted, partial,
             _pointers(grad_sources) if needs_sources else None, _pointers(later_grads) if later_grads else None,
-            grad.numel() // width, count, float(count if is_sum else 1),
-            HAS_KEY_NORM=False, HAS_GRAD_WEIGHTS=grad_weights is not None, NEEDS_SOURCES=needs_sources,
+            grad.numel() // width, count, float(count if is_sum else 1), 0.0,
+            HAS_KEY_NORM=False, HAS_NORM=False, HAS_GRAD_WEIGHTS=grad_weights is not None, NEEDS_SOURCES=needs_sources,
             HAS_LATER=len(later_grads) > 0, **sizes(len(pointers), width), **tile_of(width),
         )  # fmt: skip
     return outputs
@@ -368,7 +367,7 @@ def _read(
     if tokens:
         with torch.cuda.device_of(query):
             kernels().forward_kernel[(_cdiv(tokens, tile["TOKENS"]),)](
-                pointers, query, None, mixture, maximum, normaliser, norm_weight, result, None, None, None,
+                pointers, query, None, mixture, maximum, normaliser, norm_weight, result, None, None,
                 tokens, len(sources), float(multiplier), eps, norm_eps,
                 HAS_KEY_NORM=False, HAS_PHASE=mixture is not None, HAS_NORM=norm_weight is not None,
                 KEEPS_STATISTICS=False, **sizes(len(pointers), width), **tile,

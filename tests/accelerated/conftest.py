@@ -8,6 +8,7 @@ import pytest
 from attnres.accelerated import numba as on_cpu
 
 from .. import forks
+from .triton_stand_ins import kernels  # noqa: F401
 
 
 @pytest.fixture(scope="module")

@@ -43,14 +43,14 @@ CHANGES = ["longer", "shorter", "of another dtype", "on another device", "not co
 def test_training_refuses_a_tensor_that_does_not_fit_before_it_launches(what, how, monkeypatch):
     monkeypatch.setattr(launch, "kernels", lambda: None)  # a launch would raise another error
     query, sources = make(3, (5,), 8, torch.bfloat16)
-    saved = [torch.ones(3, 5, device=DEVICE) for _ in range(3)]
+    statistics = torch.ones(3, 3, 5, device=DEVICE)
     given = {
         "sources": sources,
         "query": [query],
         "grad": [sources[0]],
-        "grad_weights": [saved[0]],
+        "grad_weights": [statistics[0]],
         "later_grads": sources,
-        "saved": saved,
+        "saved": [statistics],
     }
     given[what] = change(given[what], how)
     with pytest.raises(ValueError, match="A kernel takes"):

@@ -42,13 +42,19 @@ driver.set_active(NoGPU())
 for n, width, dtype in ((2, 7, torch.float32), (9, 1264, torch.bfloat16), (64, 8192, torch.float16)):
     query, *sources = [torch.ones(3, width, dtype=dtype) for _ in range(n + 1)]
     query = query[0].float()
-    result, *saved = launch.forward(query, sources, 1e-6, True)
-    for grad_weights, needs_sources, later in ((None, False, []), (saved[0], True, []), (saved[0], True, sources)):
-        launch.backward(result, grad_weights, later, query, sources, *saved, True, needs_sources)
-    plan = direct.ReadPlan(n, result.shape, dtype, result.device, query.shape, torch.float32, dtype)
-    weights = query, query.to(dtype)
-    direct._backward(plan, result, None, [], weights, sources, direct._forward(plan, *weights, sources, 1e-6, True)[1:],
-                     True, True)  # fmt: skip
+    result, statistics = launch.forward(query, sources, 1e-6, True)
+    for grad_weights, needs_sources, later in (
+        (None, False, []),
+        (statistics[0], True, []),
+        (statistics[0], True, sources),
+    ):
+        launch.backward(result, grad_weights, later, query, sources, statistics, True, needs_sources)
+    kind = result.shape, dtype, result.device, query.shape, torch.float32, dtype
+    for norm_weight in (None, query.to(dtype)):
+        call = direct.Call(direct.ReadPlan(n, *kind, norm_weight is not None), 1e-6, True, True, 1e-6)
+        weights = query, query.to(dtype), norm_weight
+        saved = *weights, *direct._forward(call, *weights, sources)[1:], *sources
+        direct._backward(call, result, None, [], saved, True)
     phase = tuple(part[0] for part in launch.phase_one(query.repeat(6, 1), 1e-6, *sources))
     launch.read_fused(query, 1e-6, 1, [], phase, dtype)
     for begun in (None, phase):

@@ -23,9 +23,13 @@ def test_libraries_that_are_not_installed_are_named_with_the_command_that_instal
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_ours_is_measured_beside_the_floor_and_what_is_replaced_comes_back():
-    (row, *_) = host.measure(Setting(repeats=2, quick=True))
-    assert {"ours / floor", "ours in a model / floor"} <= row["ratios"].keys()
-    assert row["ratios"]["ours / floor"]["median"] > 1
+    rows = list(host.measure(Setting(repeats=2, quick=True)))
+    assert [row["pass"] for row in rows] == [*host.PASSES] * 2
+    for row in rows[:3]:
+        assert {"ours / floor", "ours in a model / floor"} <= row["ratios"].keys()
+        assert row["ratios"]["ours / floor"]["median"] > 1
+    assert rows[3]["ratios"]["apart / together"]["median"] > 1
+    assert [len(table.rows) for table in host.tables(rows).values()] == [4, 2, 2]
     assert not torch.ones(1).is_cuda
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from attnres import BACKBONES, CONNECTIONS, PRESETS, AttnResConfig
+from attnres import BACKBONES, CONNECTIONS, DEPTH_ATTENTION, PRESETS, AttnResConfig
 from attnres.commands import connections
 from attnres.commands.app import app
 from attnres.commands.options_convert import DEFAULT_RESIDUAL, Scale
@@ -141,11 +141,12 @@ def test_the_table_of_connections_matches_the_registry():
         ("configurations", names()),
         ("connections", CONNECTIONS | PRESETS),
         ("tasks", benchmarks()),
+        ("implementations", DEPTH_ATTENTION),
     ],
 )
 def test_list_prints_every_name(kind, expected):
     heading, *listed = CliRunner().invoke(app, ["list", kind]).stdout.splitlines()
-    assert heading.startswith(("Backbones", "Configurations", "Residual connections", "Benchmarks"))
+    assert heading.startswith(("Backbones", "Configurations", "Residual connections", "Benchmarks", "Implementations"))
     assert [line.split()[0] for line in listed] == list(expected)
     assert kind != "connections" or (max(map(len, listed)) <= 100 and len(listed) < 24)  # one screen
 

@@ -1,0 +1,84 @@
+"""Plan the reads of one forward pass with gradients: each is computed together with the norm that follows it.
+
+In training a norm by PyTorch's operations takes the host longer than the read before it. The plan validates the model
+once per pass. Each read then looks up its tensors, because engines may replace parameters during a pass.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .autograd import FollowingNorm
+from .inference_plan import Read, Sources, are_plain
+from .plain import is_plain_rms_norm
+
+# Dtypes of sources for which a norm must compute what the kernels do.
+_DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+class TrainingPlan:
+    """The reads of one pass. [`make_training_plan`] makes an instance.
+
+    Args:
+        reads: all reads of the pass, in order.
+        attend: computes a read with the norm; see `attend` of `triton/direct.py`.
+    """
+
+    def __init__(self, reads: Sequence[Read], attend: Callable):
+        self._attend = attend
+        self._modules = {
+            id(connection): (key_norm, norm if norm is not None and _is_plain_norm(norm) else None)
+            for connection, key_norm, norm in reads
+        }
+
+    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
+        """Compute the input of a sublayer, or of the output.
+
+        Args:
+            connection: one of the plan's connections.
+            state: the sources, each `[batch, seq, hidden]`; the embedding alone before the first write.
+
+        Returns:
+            The input `[batch, seq, hidden]`, whether the norm that runs next is already applied to it, and the sources
+            for the next read.
+        """
+        key_norm, norm = self._modules[id(connection)]
+        if norm is not None and not torch.compiler.is_compiling():
+            following = FollowingNorm(norm._parameters["weight"], norm.variance_epsilon)
+            attended = self._attend(
+                connection._parameters["weight"],
+                state if isinstance(state, tuple) else (state,),
+                key_norm._parameters["weight"],
+                connection.eps,
+                connection.scale == "sum",
+                True,
+                following,
+            )
+            if attended is not None:
+                result, _, sources = attended
+                return result, True, sources
+        result, _, state = connection(state, key_norm())
+        return result, False, state
+
+
+def make_training_plan(reads: Sequence[Read], attend: Callable) -> TrainingPlan | None:
+    """Make a plan for a pass, if every connection and key norm computes what its class defines.
+
+    Args:
+        reads: all reads of the pass, in order.
+        attend: see [`TrainingPlan`].
+
+    Returns:
+        The plan, or `None` if the model must call its connections and norms one by one.
+    """
+    if not torch.is_grad_enabled() or not are_plain(reads):
+        return None
+    return TrainingPlan(reads, attend)
+
+
+def _is_plain_norm(norm: nn.Module) -> bool:
+    return all(is_plain_rms_norm(norm, dtype) for dtype in _DTYPES)
+
+
+__all__ = ["TrainingPlan", "make_training_plan"]

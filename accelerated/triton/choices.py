@@ -1,0 +1,24 @@
+"""The implementation that `auto` chooses on a GPU, by the number of sources.
+
+By host time, measured without a GPU (`python -m benchmarks --only host`); a run on a GPU replaces it. Ours is in every
+place: in the whole path of a model's read, no library takes less of the host's time. Liger's kernels also need all
+sources in one tensor. The copy reads and writes each source once more, where the kernel reads it once or twice.
+"""
+
+# For training (gradients are recorded) and for inference: the fewest sources, and the implementation from there on. If
+# an implementation cannot run, `auto` takes ours.
+TRAINING: tuple[tuple[int, str], ...] = ((1, "triton"),)
+INFERENCE: tuple[tuple[int, str], ...] = ((1, "triton"),)
+
+
+def chosen(count: int, trains: bool) -> str:
+    """Return the name of the implementation for `count` sources, for training or for inference."""
+    return next(name for fewest, name in reversed(TRAINING if trains else INFERENCE) if count >= fewest)
+
+
+def are_all(name: str) -> bool:
+    """Return whether one implementation is chosen everywhere."""
+    return {entry for _, entry in (*TRAINING, *INFERENCE)} == {name}
+
+
+__all__ = ["are_all", "chosen"]
