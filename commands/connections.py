@@ -25,7 +25,7 @@ CONNECTIONS: dict[str, Connection] = {
     "standard": Connection("the residual stream", (), "1", "most models"),
     "denseformer": Connection("averages over depth", (), "layers + 1", ""),
     "muddformer": Connection("averages over depth, set by each token", (), "layers + 1", "modded-nanogpt"),
-    "dca": Connection("sums with weights of channel and token; k = 2", (), "k + 2", ""),
+    "dca": Connection("sums weighted by channel and token", (), "k + 2 = 4", ""),
     "residual_scalars": Connection("the stream, scaled, plus the embedding", (), "2", "nanochat"),
     "scaled": Connection("scaled outputs or stream, seven forms", (), "1", "ZAYA, Gemma 4", "5 of 7"),
     "laurel": Connection("weights, a low-rank map of the stream", (), "1", ""),
