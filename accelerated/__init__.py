@@ -7,11 +7,11 @@ folder is installed and never travels with weights. It imports no other part of 
 `triton` at their first use only.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
-from . import numba, registration, triton
+from . import numba, registration, training_read, triton
 from .inference_plan import InferencePlan
 from .interface import INTERFACE, Implementation
 from .numba.activation import situ, situ_grads
@@ -38,6 +38,24 @@ def inference_plan(model: nn.Module, connection: type[nn.Module], key_norm: type
     return registration.inference_plan(model, IMPLEMENTATIONS, (connection, key_norm))
 
 
+def read_with_norm(
+    connection: nn.Module, key_norm: nn.Module, norm: nn.Module, sources: Sequence[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """Read the input of a sublayer in training, and apply the norm that the sublayer begins with.
+
+    Args:
+        connection: the connection of the sublayer, of a class whose `forward` is depth attention.
+        key_norm: its key norm.
+        norm: the module that the sublayer begins with, called on the read's result alone.
+        sources: the sources, each `[batch, seq, hidden]`.
+
+    Returns:
+        The normed input `[batch, seq, hidden]`, and the sources for the next read; `None` if the modules must be called
+        one by one.
+    """
+    return training_read.read_with_norm(connection, key_norm, norm, sources, IMPLEMENTATIONS)
+
+
 def accelerate_delta_attention(attention: nn.Module) -> None:
     """Replace functions of a delta attention layer by ones that are faster without a GPU kernel; its weights stay.
 
@@ -58,6 +76,7 @@ __all__ = [
     "InferencePlan",
     "accelerate_delta_attention",
     "inference_plan",
+    "read_with_norm",
     "register",
     "situ",
     "situ_grads",

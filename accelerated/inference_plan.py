@@ -37,7 +37,7 @@ class InferencePlan:
         self._positions = {id(connection): position for position, (connection, _, _) in enumerate(reads)}
         self._key_norms = [key_norm for _, key_norm, _ in reads]
         # Norms that the kernels can compute with the read, if their weights have the sources' dtype.
-        self._norms: list[Norm] = [None if norm is None else _plain_norm(norm) for _, _, norm in reads]
+        self._norms: list[Norm] = [None if norm is None else plain_norm(norm) for _, _, norm in reads]
         # The current group: its reads, the sources that phase 1 has read for them, their stamps, and its result.
         self._group: range = range(0)
         self._phase_sources: Sources = ()
@@ -150,7 +150,7 @@ def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read
     return plan_class(reads, queries)
 
 
-def _plain_norm(norm: nn.Module) -> Norm:
+def plain_norm(norm: nn.Module) -> Norm:
     """Return weight and epsilon of a plain RMSNorm, or `None` for any other module."""
     weight = norm._parameters.get("weight")
     if type(weight) is not nn.Parameter or not is_plain_rms_norm(norm, weight.dtype):
@@ -163,4 +163,4 @@ def _stamp(source: Tensor) -> tuple:
     return source.data_ptr(), source.shape, None if source.is_inference() else source._version
 
 
-__all__ = ["InferencePlan", "Norm", "Phase", "Read", "Sources", "make_plan"]
+__all__ = ["InferencePlan", "Norm", "Phase", "Read", "Sources", "make_plan", "plain_norm"]

@@ -31,6 +31,9 @@ class Implementation:
         inference_plan: `(reads) -> InferencePlan | None`, a plan for a pass without gradients; see `make_plan`.
         direct: `(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads) -> (h, a, sources) | None`, a path
             with fewer checks for the most common tensors, from `w` and `g` themselves; `None` for all other tensors.
+        read_with_norm: `(query, key_norm_weight, norm_weight, sources, eps, norm_eps, is_sum) -> (y, sources) | None`,
+            a read in training with the plain RMSNorm after it, for sources that `supports` accepts; `None` if it does
+            not take these tensors.
     """
 
     run: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]
@@ -38,6 +41,7 @@ class Implementation:
     pays: Callable[[Tensor, Sequence[Tensor]], bool]
     inference_plan: Callable[[Sequence[tuple]], Any] | None = None
     direct: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]] | None] | None = None
+    read_with_norm: Callable[..., tuple[Tensor, tuple[Tensor, ...]] | None] | None = None
 
 
 __all__ = ["INTERFACE", "Implementation"]

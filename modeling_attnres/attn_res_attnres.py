@@ -208,6 +208,14 @@ class AttnRes(ResidualConnection):
         options = self.eps, self.scale == "sum", self.config.depth_attention_implementation
         return attend(self.weight, as_sources(state), norm_weight, *options, fuse_later_grads=True)
 
+    def read_normed(self, state: DepthState, key_norm: ResidualNorm, norm: nn.Module) -> Any:
+        """Read and apply a norm by one kernel of `attnres.accelerated`; see the base class."""
+        if type(self) is not AttnRes or type(key_norm) is not ResidualNorm:  # others may compute more
+            return None
+        if not hasattr(accelerated, "read_with_norm"):  # an installed package of an earlier version
+            return None
+        return accelerated.read_with_norm(self, key_norm, norm, as_sources(state))
+
     def coefficients(self, state: DepthState, norm_weight: Tensor) -> Tensor:
         """Compute the factor of each source `[sources, batch, seq]`: the depth weights, times n for the scale "sum"."""
         _, weights = reference(self.weight[0], as_sources(state), norm_weight, self.eps, self.scale == "sum")

@@ -182,6 +182,11 @@ class DepthReader:
             return *self.plan.read(connection, state), state
         if hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer"):
             raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
+        may_fuse = first is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if may_fuse and isinstance(connection, ResidualConnection):  # not the wrapper of an adapter
+            both = connection.read_normed(state, norm, getattr(owner, first))
+            if both is not None:
+                return both[0], True, both[1]
         is_normed = connection.takes_norm and first is not None
         argument = _as_function(getattr(owner, first)) if is_normed else None if norm is None else norm()
         inputs, _, state = connection(state, argument)

@@ -13,6 +13,7 @@ from ..autograd import differentiable
 from ..inference_plan import InferencePlan, Read
 from ..interface import Implementation
 from . import call, engine, kernels
+from .normed import read_with_norm
 from .plan import make_cpu_plan
 
 # A small model is not worth the seconds that the loops take to load. The size alone decides, whether they are loaded
@@ -56,6 +57,8 @@ def inference_plan(reads: Sequence[Read]) -> InferencePlan | None:
     return make_cpu_plan(reads, supports, pays)
 
 
-IMPLEMENTATION = Implementation(run=run, supports=supports, pays=pays, inference_plan=inference_plan)
+IMPLEMENTATION = Implementation(
+    run=run, supports=supports, pays=pays, inference_plan=inference_plan, read_with_norm=read_with_norm
+)
 
 __all__ = ["IMPLEMENTATION"]
