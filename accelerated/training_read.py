@@ -30,12 +30,14 @@ def read_with_norm(
         sources: the sources, each `[batch, seq, hidden]`.
         implementations: name -> implementation, in order of preference.
     """
+    if not sources[0].is_cpu:  # the loops for CPUs alone have such a read, and a GPU waits for its host
+        return None
     name = connection.config.depth_attention_implementation
     for candidate_name, candidate in implementations.items():
         if candidate.read_with_norm is None or name not in ("auto", candidate_name):
             continue
         query, weight = connection._parameters.get("weight"), key_norm._parameters.get("weight")
-        # In the order of what they cost: a small or a compiled model pays for the first ones only.
+        # In the order of their cost: a small model pays for the first one only.
         if query is None or weight is None or (name == "auto" and not candidate.pays(query, sources)):
             continue
         if not (modules_are_called_plainly() and runs_forward_alone(connection) and runs_forward_alone(key_norm)):
