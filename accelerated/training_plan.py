@@ -22,7 +22,8 @@ class TrainingPlan:
 
     Args:
         reads: all reads of the pass, in order.
-        attend: computes a read with the norm; see `attend` of `triton/direct.py`.
+        attend: computes a read with the norm, or returns `None` for tensors that it does not take; see `attend` of
+            `triton/direct.py`.
     """
 
     def __init__(self, reads: Sequence[Read], attend: Callable):

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from unittest.mock import patch
 
 import torch
@@ -14,15 +15,20 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from attnres import accelerated, attn_res_attnres
-from attnres.accelerated import inference_plan
 
 from .report import cell, make_table
 from .shapes import CONNECTIONS, STANDARD, build, connect, llama, token_ids
 from .timing import Setting, Ways, compare, interleave
 from .workloads import decoding, prefill, training_step
 
+# Not by `from attnres.accelerated import`, which finds the function of this name.
+inference_plan = import_module("attnres.accelerated.inference_plan")
 TOKENS, DECODED = 512, 8
 EVERYTHING = "ours"
+
+
+def _no_plan(model: PreTrainedModel, connection: type, key_norm: type) -> None:
+    """Make no plan, so that the model calls its connections and norms one by one."""
 
 
 @contextmanager
@@ -35,7 +41,7 @@ def eager(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def without_plan(model: PreTrainedModel) -> Iterator[None]:
     """Let each connection read by itself, without two phases and without the norm that follows."""
-    with patch.object(accelerated, "inference_plan", lambda model, connection, key_norm: None):
+    with patch.object(accelerated, "inference_plan", _no_plan):
         yield
 
 
@@ -49,15 +55,24 @@ def without_two_phases(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def without_fused_norm(model: PreTrainedModel) -> Iterator[None]:
     """Compute the norm in a separate pass after the read."""
-    with patch.object(inference_plan, "_plain_norm", lambda norm: None):
+    with (
+        patch.object(inference_plan, "_plain_norm", lambda norm: None),
+        patch.object(accelerated, "training_plan", _no_plan),
+    ):
         yield
 
 
 @contextmanager
 def without_later_grads(model: PreTrainedModel) -> Iterator[None]:
-    """Let autograd, and not the backward kernel, add the gradients of sublayers that read a source later."""
+    """Let autograd, and not the backward kernel, add the gradients of sublayers that read a source later.
+
+    A read with its norm always adds them, so the norm is computed apart too.
+    """
     attend = attn_res_attnres.attend
-    with patch.object(attn_res_attnres, "attend", lambda *args, fuse_later_grads: attend(*args)):
+    with (
+        patch.object(attn_res_attnres, "attend", lambda *args, fuse_later_grads: attend(*args)),
+        patch.object(accelerated, "training_plan", _no_plan),
+    ):
         yield
 
 
@@ -73,7 +88,7 @@ _LAYERS_WITHOUT_GRADIENTS = ("eager", "no inference plan", "no fused norm")
 WORKLOADS: dict[str, tuple[Callable, int, int, tuple[str, ...]]] = {
     "prefill": (prefill, 1, 2, (*_LAYERS_WITHOUT_GRADIENTS, "no two phases")),
     "decoding": (decoding, DECODED, 4, _LAYERS_WITHOUT_GRADIENTS),
-    "training step": (training_step, 1, 1, ("eager", "no fused gradients")),
+    "training step": (training_step, 1, 1, ("eager", "no fused norm", "no fused gradients")),
 }
 
 
@@ -91,7 +106,7 @@ def measure(setting: Setting) -> Iterator[dict]:
                 for workload, (prepare, calls, times, layers) in WORKLOADS.items():
                     ways = prepare({STANDARD: standard} | dict.fromkeys((EVERYTHING, *layers), model), ids)
                     repeats = replace(setting, repeats=times * setting.repeats)
-                    seconds = interleave(_switched(ways, model), repeats, calls=calls)
+                    seconds = interleave(switched(ways, model, LAYERS), repeats, calls=calls)
                     pairs = {f"{way} / {STANDARD}": (way, STANDARD) for way in (EVERYTHING, *layers)}
                     row = {"model": shape, "dtype": dtype, "workload": workload, "connection": connection}
                     yield row | compare(seconds, pairs)
@@ -99,8 +114,18 @@ def measure(setting: Setting) -> Iterator[dict]:
             gc.collect()
 
 
-def _switched(ways: Mapping[str, Callable[[], object]], model: PreTrainedModel) -> Ways:
-    """Wrap each way that is named after a layer, so that it runs without this layer."""
+def switched(
+    ways: Mapping[str, Callable[[], object]],
+    model: PreTrainedModel,
+    layers: Mapping[str, Callable[[PreTrainedModel], object]],
+) -> Ways:
+    """Wrap each way that is named after a layer, so that it runs without this layer.
+
+    Args:
+        ways: functions to measure, by name.
+        model: the model that they run.
+        layers: name of a layer -> context that switches it off in a model.
+    """
 
     def switch(way: Callable[[], object], layer: Callable[[PreTrainedModel], object]) -> Callable[[], None]:
         def run() -> None:
@@ -110,7 +135,7 @@ def _switched(ways: Mapping[str, Callable[[], object]], model: PreTrainedModel) 
 
         return run
 
-    return {name: switch(way, LAYERS[name]) if name in LAYERS else way for name, way in ways.items()}
+    return {name: switch(way, layers[name]) if name in layers else way for name, way in ways.items()}
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:

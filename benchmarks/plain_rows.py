@@ -68,6 +68,13 @@ def dot(row, other):
     return _one_and_square(row, other)[0]
 
 
+@_jit
+def dot_ahead(row, other, ahead):
+    """Do the same as `rows.dot_ahead`."""
+    prefetch(row.ctypes.data + ahead, row.itemsize * len(row))
+    return _one_and_square(row, other)[0]
+
+
 def dots_and_square(row, others, ahead):
     """Do the same as `rows.dots_and_square`. Compiled code only."""
 
@@ -220,9 +227,8 @@ def plain_loops() -> ModuleType:
     copy = module_from_spec(spec)
     with patch.dict(sys.modules, {rows.__name__: sys.modules[__name__]}):
         spec.loader.exec_module(copy)
-    for pair in copy.LOOPS.values():
-        for dispatcher in pair:
-            dispatcher._cache = NullCache()  # else it would load the machine code of the hand-written ones
+    for dispatcher in copy.DISPATCHERS:
+        dispatcher._cache = NullCache()  # else it would load the machine code of the hand-written ones
     return copy
 
 

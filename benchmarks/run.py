@@ -12,7 +12,7 @@ from attnres.analysis.tables import update_tables
 from attnres.utils.progress import show_duration
 from attnres.utils.quiet import quiet_transformers
 
-from . import connections, host, imports, kda, kimi_k3, layers, memory, models, ops, phases, prefill, scaling
+from . import connections, host, imports, kda, kimi_k3, layers, memory, models, narrow, ops, phases, prefill, scaling
 from .machine import Others, describe
 from .report import markdown, open_console, store
 from .timing import Setting, keep_freed_memory
@@ -23,6 +23,7 @@ PARTS = {
     "models": models,
     "connections": connections,
     "layers": layers,
+    "narrow": narrow,
     "kda": kda,
     "kimi_k3": kimi_k3,
     "memory": memory,

@@ -23,6 +23,7 @@ class BenchPart(StrEnum):
     models = "models"
     connections = "connections"
     layers = "layers"
+    narrow = "narrow"
     kda = "kda"
     kimi_k3 = "kimi_k3"
     memory = "memory"

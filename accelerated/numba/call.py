@@ -85,6 +85,7 @@ def forward(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
     phase: tuple[Tensor, Tensor] | None = None,
+    kept: Tensor | None = None,
 ) -> None:
     """Compute depth attention, and the norm after it if one is given, into memory that the caller has allocated.
 
@@ -98,7 +99,8 @@ def forward(
         norm_weight: weight `[D]` of a plain RMSNorm in the dtype of the sources, or `None` for no norm.
         norm_eps: epsilon of that norm.
         phase: sums `[..., D]` and statistics `[..., 2]` of phase one over earlier sources, in float32, from which this
-            call continues. `weights` must be `None` then.
+            call continues. `weights` and `kept` must be `None` then.
+        kept: `[..., kept_size(n)]` in float32, or `None`; it is written, for [`backward`].
 
     Raises:
         Unfit: a tensor has another shape or dtype, is not contiguous, or is not in memory.
@@ -110,8 +112,8 @@ def forward(
         if not sources.addresses:
             raise Unfit("there must be at least one source")
     else:
-        if weights is not None:
-            raise Unfit("`weights` must be `None` after phase one, which keeps no weights of its sources")
+        if weights is not None or kept is not None:
+            raise Unfit("`weights` and `kept` must be `None` after phase one, which has them of its sources only")
         sums = _address(phase[0], shape, torch.float32)
         statistics = _address(phase[1], (*tokens, 2), torch.float32)
     # Without keywords, which would take as long as a check. This call is the one that decoding repeats.
@@ -122,6 +124,7 @@ def forward(
         0 if norm_weight is None else _address(norm_weight, width, dtype),
         sums,
         statistics,
+        0 if kept is None else _address(kept, (*tokens, kept_size(len(sources.addresses))), torch.float32),
     )
     _run("forward", sources, multiplier, addresses, sources.addresses, eps, norm_eps)
 
@@ -159,7 +162,9 @@ def backward(
     grad_sources: Sequence[Tensor | None],
     later_grads: Sequence[Tensor | None],
     multiplier: int,
-    eps: float,
+    kept: Tensor,
+    norm_weight: Tensor | None = None,
+    grad_norm: Tensor | None = None,
 ) -> None:
     """Compute the gradients into memory that the caller has allocated.
 
@@ -172,7 +177,9 @@ def backward(
         grad_sources: for each source `[..., D]` in its dtype, which is written, or `None` if it is not needed.
         later_grads: for each source a gradient like these, which is added, or `None`.
         multiplier: the number of sources for the scale `sum`, 1 for `mean`.
-        eps: epsilon of the key norm.
+        kept: what [`forward`] has kept.
+        norm_weight: the weight that [`forward`] got.
+        grad_norm: like `grad_query`, for the gradient of that weight; `None` without a norm.
 
     Raises:
         Unfit: as for [`forward`].
@@ -183,15 +190,22 @@ def backward(
             f"expected {n} gradients and {n} later gradients, one per source, got {len(grad_sources)} and "
             f"{len(later_grads)}"
         )
+    if (norm_weight is None) != (grad_norm is None):
+        raise Unfit("`norm_weight` and `grad_norm` must be given together")
+    tokens, width = shape[:-1], shape[-1:]
+    rows = (chunks(shape), *width)
     addresses = Backward(
-        query=_address(query, shape[-1:], torch.float32),
+        query=_address(query, width, torch.float32),
         grad=_address(grad, shape, dtype),
-        grad_weights=0 if grad_weights is None else _address(grad_weights, (n, *shape[:-1]), torch.float32),
-        grad_query=_address(grad_query, (chunks(shape), shape[-1]), torch.float32),
+        grad_weights=0 if grad_weights is None else _address(grad_weights, (n, *tokens), torch.float32),
+        grad_query=_address(grad_query, rows, torch.float32),
+        kept=_address(kept, (*tokens, kept_size(n)), torch.float32),
+        norm_weight=0 if norm_weight is None else _address(norm_weight, width, dtype),
+        grad_norm=0 if grad_norm is None else _address(grad_norm, rows, torch.float32),
     )
     per_source = [*sources.addresses]
     per_source += [0 if tensor is None else _address(tensor, shape, dtype) for tensor in (*grad_sources, *later_grads)]
-    _run("backward", sources, multiplier, addresses, per_source, eps)
+    _run("backward", sources, multiplier, addresses, per_source, 0.0)
 
 
 def situ(gate: Tensor, up: Tensor, result: Tensor, beta: float, linear_beta: float | None) -> None:
@@ -242,6 +256,11 @@ def situ_grads(
     others = (_address(tensor, shape, dtype) for tensor in (grad, grad_gate, grad_up))
     places = SiTUGrads(gate_rows, up_rows, *others, gate_step, up_step)
     _run_rows("situ grads", shape, dtype, places, beta, linear_beta)
+
+
+def kept_size(sources: int) -> int:
+    """Return how many numbers of a token the forward pass keeps: three of each source, and one of the norm."""
+    return 3 * sources + 1
 
 
 def chunks(shape: torch.Size) -> int:
@@ -338,6 +357,7 @@ __all__ = [
     "checked",
     "chunks",
     "forward",
+    "kept_size",
     "phase_one",
     "situ",
     "situ_grads",

@@ -91,12 +91,11 @@ def run(name: str, chunks: int, arguments: int, first: float, second: float, ite
         ValueError: the arguments are not laid out as the loops were compiled for.
     """
     loops, like = _loops()
-    run_chunk, run_chunks = loops[name]
+    run_in_turn, run_in_threads = loops[name]
     threads = torch.get_num_threads() if chunks > 1 else 1
     run_lock = (_run_lock or _start_threads()) if threads > 1 else None
     if run_lock is None:
-        for chunk in range(chunks):
-            run_chunk(chunk, chunks, arguments, first, second, like[item])
+        run_in_turn(chunks, arguments, first, second, like[item])
         return
     import numba
 
@@ -104,7 +103,7 @@ def run(name: str, chunks: int, arguments: int, first: float, second: float, ite
         before = numba.get_num_threads()
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         try:
-            run_chunks(chunks, arguments, first, second, like[item])
+            run_in_threads(chunks, arguments, first, second, like[item])
         finally:
             numba.set_num_threads(before)
 

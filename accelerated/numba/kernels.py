@@ -22,28 +22,69 @@ def forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Compute the result `[..., D]` in the sources' dtype, and the weights `[n, ...]` in float32.
 
-    Nothing is saved for the backward pass: it has to read all rows anyway, and computes the statistics again.
-
     Args:
         query: `w * g`, `[D]`.
         sources: n >= 1 tensors `[..., D]` of one shape and dtype.
         eps: epsilon of the key norm.
         is_sum: whether to multiply the result by n.
+
+    Returns:
+        The result, the weights, and what [`backward`] needs of each token: `[..., 3 n + 1]` in float32.
     """
     checked = call.checked(sources)
-    result = _empty(checked.shape, checked.dtype)
-    weights = _empty((len(sources), *checked.shape[:-1]), torch.float32)
-    call.forward(_vector(query), checked, result, weights, len(sources) if is_sum else 1, eps)
-    return result, weights, ()
+    shape, n = checked.shape, len(sources)
+    result, weights = _empty(shape, checked.dtype), _empty((n, *shape[:-1]), torch.float32)
+    kept = _empty((*shape[:-1], call.kept_size(n)), torch.float32)
+    call.forward(_vector(query), checked, result, weights, n if is_sum else 1, eps, kept=kept)
+    return result, weights, (kept,)
+
+
+def forward_with_norm(
+    query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, norm_weight: Tensor, norm_eps: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the result `[..., D]` with a norm applied to it.
+
+    Args:
+        query: as for [`forward`].
+        sources: as for [`forward`].
+        eps: as for [`forward`].
+        is_sum: as for [`forward`].
+        norm_weight: weight `[D]` of the norm, in the dtype of the sources.
+        norm_eps: epsilon of the norm.
+
+    Returns:
+        The normed result, and what [`backward`] needs of each token.
+    """
+    checked = call.checked(sources)
+    shape, n = checked.shape, len(sources)
+    result = _empty(shape, checked.dtype)
+    kept = _empty((*shape[:-1], call.kept_size(n)), torch.float32)
+    call.forward(_vector(query), checked, result, None, n if is_sum else 1, eps, norm_weight, norm_eps, kept=kept)
+    return result, kept
 
 
 def backward(request: BackwardRequest) -> Gradients:
     """Compute the gradients that are needed; see [`BackwardRequest`]."""
+    grad_query, _, grad_sources = backward_with_norm(request, None)
+    return grad_query if request.needs_query else None, grad_sources
+
+
+def backward_with_norm(
+    request: BackwardRequest, norm_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Compute the gradients of the query, of the norm's weight, both `[D]` in float32, and of the sources.
+
+    Args:
+        request: as for [`backward`].
+        norm_weight: the weight that [`forward_with_norm`] got; `None` after [`forward`].
+    """
     checked = call.checked(request.sources)
     grad_sources = [_empty(checked.shape, checked.dtype) if needed else None for needed in request.needs_sources]
     # One row for each chunk of tokens, and a sum in their order, so that the result does not depend on the number of
     # threads.
-    grad_query = torch.zeros(call.chunks(checked.shape), checked.shape[-1], dtype=torch.float32, device="cpu")
+    parts = 1 if norm_weight is None else 2
+    rows = torch.zeros(parts, call.chunks(checked.shape), checked.shape[-1], dtype=torch.float32, device=_CPU)
+    grad_query, grad_norm = rows[0], None if norm_weight is None else rows[1]
     call.backward(
         _vector(request.query),
         packed(request.grad),
@@ -53,9 +94,12 @@ def backward(request: BackwardRequest) -> Gradients:
         grad_sources,
         [None if later is None else packed(later) for later in request.later_grads],
         len(request.sources) if request.is_sum else 1,
-        request.eps,
+        request.saved[0],
+        norm_weight,
+        grad_norm,
     )
-    return grad_query.sum(0) if request.needs_query else None, grad_sources
+    sums = rows.sum(1)
+    return sums[0], None if norm_weight is None else sums[1], grad_sources
 
 
 def phase_one(queries: Tensor, eps: float, sources: call.CheckedSources) -> tuple[Tensor, Tensor]:
@@ -103,4 +147,4 @@ def _vector(tensor: Tensor) -> Tensor:
     return tensor if is_ready else packed(tensor.to(torch.float32))
 
 
-__all__ = ["backward", "forward", "phase_one", "trial"]
+__all__ = ["backward", "backward_with_norm", "forward", "forward_with_norm", "phase_one", "trial"]

@@ -27,7 +27,10 @@ class Call(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Addresses of the tensors of `call.forward`; `sums` and `statistics` are the results of phase one."""
+    """Addresses of the tensors of `call.forward`.
+
+    `sums` and `statistics` are the results of phase one; `kept` is for the backward pass.
+    """
 
     query: int
     result: int
@@ -35,6 +38,7 @@ class Forward(NamedTuple):
     norm_weight: int
     sums: int
     statistics: int
+    kept: int
 
 
 class PhaseOne(NamedTuple):
@@ -46,12 +50,15 @@ class PhaseOne(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Addresses of the tensors of `call.backward`; `grad_query` has a row for each chunk of tokens."""
+    """Addresses of the tensors of `call.backward`; `grad_query` and `grad_norm` have a row for each chunk of tokens."""
 
     query: int
     grad: int
     grad_weights: int
     grad_query: int
+    kept: int
+    norm_weight: int
+    grad_norm: int
 
 
 class SiTU(NamedTuple):

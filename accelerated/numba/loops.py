@@ -9,6 +9,8 @@ Statistics are in float32. Rows of bfloat16 are converted when they are read and
 explains how to change and debug the loops.
 """
 
+from itertools import chain
+
 import numba
 import numpy as np
 
@@ -18,6 +20,7 @@ from .layout import MAGIC, Backward, Call, Forward, PhaseOne, SiTU, SiTUGrads
 from .rows import (
     derive,
     dot,
+    dot_ahead,
     dots_and_square,
     mix,
     mix_for_each,
@@ -131,10 +134,20 @@ def _ahead(token, end, rows, size):
 
 @_jit
 def _normalise(row, eps, is_half, bits):
-    """Divide a row in float32 by its root mean square, and round it where the module of a norm rounds."""
+    """Divide a row in float32 by its root mean square, and round it where the module of a norm rounds.
+
+    Returns the factor, `1 / rms`.
+    """
     if is_half:
         _round(row, bits)
     factor = np.float32(1) / np.sqrt(dot(row, row) / np.float32(len(row)) + np.float32(eps))
+    _multiply(row, factor, is_half, bits)
+    return factor
+
+
+@_jit
+def _multiply(row, factor, is_half, bits):
+    """Multiply a row in float32, and round the product if the rows are of bfloat16."""
     scale(row, factor, row)
     if is_half:
         _round(row, bits)
@@ -149,15 +162,19 @@ def _round(row, bits):
 
 @_jit
 def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
-    """Compute depth attention for one chunk, continued from phase one and normed if these are given."""
+    """Compute depth attention for one chunk, continued from phase one and normed if these are given.
+
+    For the backward pass it keeps of each token the logits, `1 / rms` and factors of the sources, and `1 / rms` of the
+    result if it is normed.
+    """
     tokens, width, n, multiplier, item, addresses = _arguments(arguments, len(_FORWARD), 1)
     sources, size = addresses[len(_FORWARD) :], width * item
     has_norm, has_phase = addresses[_FORWARD.norm_weight] != 0, addresses[_FORWARD.sums] != 0
-    has_weights = addresses[_FORWARD.weights] != 0
+    has_weights, has_kept = addresses[_FORWARD.weights] != 0, addresses[_FORWARD.kept] != 0
     first, end, rows_ahead = _enter(tokens, chunk, chunks, sources, size)
     query = _vector(addresses[_FORWARD.query], width, _FLOAT)
     all_weights = _vector(addresses[_FORWARD.weights], n * tokens, _FLOAT)
-    logits, weights, mixing = np.empty((3, n), np.float32)
+    logits, inverse_rms, weights, mixing = np.empty((4, n), np.float32)
     rows, base, factor = np.empty(n, np.int64), np.zeros(width, np.float32), np.float32(0)
     wide, norm, bits = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.uint16)
     if has_norm:
@@ -167,7 +184,7 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
         for i in range(n):
             rows[i] = sources[i] + token * size
             product, square = dots_and_square(_vector(rows[i], width, like), (query,), ahead)
-            logits[i], _ = _logit(product, square, width, eps)
+            logits[i], inverse_rms[i] = _logit(product, square, width, eps)
         if has_phase:
             statistics = _vector(addresses[_FORWARD.statistics] + token * 8, 2, _FLOAT)
             factor = _merge(statistics, logits, multiplier, mixing)
@@ -177,15 +194,21 @@ def forward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
         if has_weights:
             for i in range(n):
                 all_weights[i * tokens + token] = weights[i]
+        inverse = np.float32(0)
         result = _vector(addresses[_FORWARD.result] + token * size, width, like)
         if has_norm:
             mix(like, wide, factor, base, mixing, rows)
-            _normalise(wide, norm_eps, item == 2, bits)
+            inverse = _normalise(wide, norm_eps, item == 2, bits)
             for d in range(width):
                 wide[d] *= norm[d]
             scale(result, np.float32(1), wide)
         else:
             mix(like, result, factor, base, mixing, rows)
+        if has_kept:
+            kept = _vector(addresses[_FORWARD.kept] + token * (3 * n + 1) * 4, 3 * n + 1, _FLOAT)
+            for i in range(n):
+                kept[i], kept[n + i], kept[2 * n + i] = logits[i], inverse_rms[i], mixing[i]
+            kept[3 * n] = inverse
 
 
 @_jit
@@ -234,7 +257,7 @@ def _four(address, width, apart):
 
 @_jit
 def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
-    """Compute the gradients of one chunk. Compute the statistics of the forward pass again before.
+    """Compute the gradients of one chunk, from the numbers that the forward pass has kept of each token.
 
     With c_i = grad . s_i, the gradient of a logit is m_i (c_i - sum_j a_j c_j), where m_i are the factors of the
     sources. The gradient of a source has a part along `grad`, one along the query and one along the source itself.
@@ -242,27 +265,42 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
     tokens, width, n, multiplier, item, addresses = _arguments(arguments, len(_BACKWARD), 3)
     size, per_source = width * item, addresses[len(_BACKWARD) :]
     sources, grad_sources, later_grads = per_source[:n], per_source[n : 2 * n], per_source[2 * n :]
-    all_weight_grads = addresses[_BACKWARD.grad_weights]
+    all_weight_grads, has_norm = addresses[_BACKWARD.grad_weights], addresses[_BACKWARD.norm_weight] != 0
     first, end, rows_ahead = _enter(tokens, chunk, chunks, sources, size)
     query = _vector(addresses[_BACKWARD.query], width, _FLOAT)
     grad_query = _vector(addresses[_BACKWARD.grad_query] + chunk * width * 4, width, _FLOAT)
-    logits, inverse_rms, weights, mixing, similarity, weight_grads = np.zeros((6, n), np.float32)
+    grad_norm = _vector(addresses[_BACKWARD.grad_norm] + chunk * width * 4, width, _FLOAT)
+    weights, similarity, weight_grads = np.zeros((3, n), np.float32)
     coefficients, (rows, targets, others) = np.empty(3 * n, np.float32), np.empty((3, n), np.int64)
     grad, zeros, nowhere = np.empty(width, np.float32), np.zeros(width, np.float32), np.empty(width, np.float32)
+    norm, normed, bits = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.uint16)
+    if has_norm:
+        scale(norm, np.float32(1), _vector(addresses[_BACKWARD.norm_weight], width, like))
     for token in range(first, end):
         ahead = _ahead(token, end, rows_ahead, size)
+        kept = _vector(addresses[_BACKWARD.kept] + token * (3 * n + 1) * 4, 3 * n + 1, _FLOAT)
+        logits, inverse_rms, mixing = kept[:n], kept[n : 2 * n], kept[2 * n : 3 * n]
         scale(grad, np.float32(1), _vector(addresses[_BACKWARD.grad] + token * size, width, like))
         for i in range(n):
             rows[i] = sources[i] + token * size
             # Gradients that are not needed go to `nowhere`. Missing later gradients come from `zeros`.
             targets[i] = grad_sources[i] + token * size if grad_sources[i] else nowhere.ctypes.data
             others[i] = later_grads[i] + token * size if later_grads[i] else zeros.ctypes.data
-            product, similarity[i], square = dots_and_square(_vector(rows[i], width, like), (query, grad), ahead)
-            logits[i], inverse_rms[i] = _logit(product, square, width, eps)
+            weights[i] = mixing[i] / np.float32(multiplier)
+        if has_norm:
+            mix(like, normed, np.float32(0), zeros, mixing, rows)  # the result again, which was not kept
+            if item == 2:
+                _round(normed, bits)
+            _multiply(normed, kept[3 * n], item == 2, bits)
+            _pass_norm(grad, normed, norm, kept[3 * n], grad_norm)
+        for i in range(n):
+            similarity[i] = dot_ahead(_vector(rows[i], width, like), grad, ahead)
             if all_weight_grads:
                 weight_grads[i] = _vector(all_weight_grads + (i * tokens + token) * 4, 1, _FLOAT)[0]
-        _softmax(logits, multiplier, weights, mixing)
-        mean_similarity, mean_weight_grad = dot(weights, similarity), dot(weights, weight_grads)
+        mean_similarity, mean_weight_grad = np.float32(0), np.float32(0)
+        for i in range(n):
+            mean_similarity += weights[i] * similarity[i]
+            mean_weight_grad += weights[i] * weight_grads[i]
         for i in range(n):
             grad_logit = mixing[i] * (similarity[i] - mean_similarity)
             grad_logit += weights[i] * (weight_grads[i] - mean_weight_grad)
@@ -270,6 +308,20 @@ def backward_chunk(chunk, chunks, arguments, eps, norm_eps, like):
             coefficients[3 * i + 1] = grad_logit * inverse_rms[i]
             coefficients[3 * i + 2] = -grad_logit * logits[i] * inverse_rms[i] * inverse_rms[i] / np.float32(width)
         derive(like, targets, others, rows, coefficients, grad, query, grad_query)
+
+
+@_jit
+def _pass_norm(grad, normed, weight, inverse_rms, grad_weight):
+    """Turn the gradient of `weight * normed` into that of the row before the norm, and add to the weight's gradient.
+
+    d = (weight * grad - normed mean(weight * grad * normed)) / rms
+    """
+    for d in range(len(grad)):
+        grad_weight[d] += grad[d] * normed[d]
+        grad[d] *= weight[d]
+    mean = dot(grad, normed) / np.float32(len(grad))
+    for d in range(len(grad)):
+        grad[d] = (grad[d] - normed[d] * mean) * inverse_rms
 
 
 @_jit
@@ -294,6 +346,41 @@ def situ_grads_chunk(chunk, chunks, arguments, beta, linear_beta, like):
         grad_gate = _vector(places[_SITU_GRADS.grad_gate] + row, width, like)
         grad_up = _vector(places[_SITU_GRADS.grad_up] + row, width, like)
         situ_grads(gate, up, grad, grad_gate, grad_up, beta, linear_beta, like)
+
+
+@_jit
+def forward_in_turn(chunks, arguments, eps, norm_eps, like):
+    """Run [`forward_chunk`] on one thread. To call it for each chunk from Python would take longer than the chunk."""
+    for chunk in range(chunks):
+        forward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
+
+
+@_jit
+def backward_in_turn(chunks, arguments, eps, norm_eps, like):
+    """Run [`backward_chunk`] on one thread."""
+    for chunk in range(chunks):
+        backward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
+
+
+@_jit
+def phase_one_in_turn(chunks, arguments, eps, norm_eps, like):
+    """Run [`phase_one_chunk`] on one thread."""
+    for chunk in range(chunks):
+        phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like)
+
+
+@_jit
+def situ_in_turn(chunks, arguments, beta, linear_beta, like):
+    """Run [`situ_chunk`] on one thread."""
+    for chunk in range(chunks):
+        situ_chunk(chunk, chunks, arguments, beta, linear_beta, like)
+
+
+@_jit
+def situ_grads_in_turn(chunks, arguments, beta, linear_beta, like):
+    """Run [`situ_grads_chunk`] on one thread."""
+    for chunk in range(chunks):
+        situ_grads_chunk(chunk, chunks, arguments, beta, linear_beta, like)
 
 
 @_parallel_jit
@@ -336,19 +423,21 @@ def situ_grads_chunks(chunks, arguments, beta, linear_beta, like):
         situ_grads_chunk(chunk, chunks, arguments, beta, linear_beta, like)
 
 
-# Name -> the loop over the tokens of one chunk, and the loop over all chunks on several threads.
+# Name -> the loops over all chunks on one thread, and on several.
 LOOPS = {
-    "forward": (forward_chunk, forward_chunks),
-    "backward": (backward_chunk, backward_chunks),
-    "phase one": (phase_one_chunk, phase_one_chunks),
-    "situ": (situ_chunk, situ_chunks),
-    "situ grads": (situ_grads_chunk, situ_grads_chunks),
+    "forward": (forward_in_turn, forward_chunks),
+    "backward": (backward_in_turn, backward_chunks),
+    "phase one": (phase_one_in_turn, phase_one_chunks),
+    "situ": (situ_in_turn, situ_chunks),
+    "situ grads": (situ_grads_in_turn, situ_grads_chunks),
 }
 LIKE = {4: _FLOAT, 2: _HALF}  # bytes of a number -> the argument `like`
 
-for _pair in LOOPS.values():
-    for _dispatcher in _pair:
-        # `numba` has no public way to set a function's cache.
-        _dispatcher._cache = MachineCode(_dispatcher.__name__)
+# The loops of both kinds call the loops over a chunk, which are compiled once.
+_OVER_CHUNK = (forward_chunk, backward_chunk, phase_one_chunk, situ_chunk, situ_grads_chunk)
+DISPATCHERS = (*_OVER_CHUNK, *chain.from_iterable(LOOPS.values()))
+for _dispatcher in DISPATCHERS:
+    # `numba` has no public way to set a function's cache.
+    _dispatcher._cache = MachineCode(_dispatcher.__name__)
 
-__all__ = ["LIKE", "LOOPS"]
+__all__ = ["DISPATCHERS", "LIKE", "LOOPS"]

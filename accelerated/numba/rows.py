@@ -55,6 +55,16 @@ def dot(typing_context, row, other):
 
 
 @intrinsic
+def dot_ahead(typing_context, row, other, ahead):
+    """Return the sum of products of two rows; prefetch the first one `ahead` bytes further."""
+
+    def generate(context, builder, signature, values):
+        return _sums(_rows(context, builder, signature, values), ((0, 1),), values[2])[0]
+
+    return types.float32(row, other, types.int64), generate
+
+
+@intrinsic
 def dots_and_square(typing_context, row, others, ahead):
     """Return the dot products of a row with each of `others`, then with itself; prefetch `ahead` bytes further."""
 
@@ -334,4 +344,16 @@ def narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
     return builder.trunc(kept, _like(_HALF, lanes))
 
 
-__all__ = ["derive", "dot", "dots_and_square", "mix", "mix_for_each", "narrow", "pointer", "prefetch", "scale", "widen"]
+__all__ = [
+    "derive",
+    "dot",
+    "dot_ahead",
+    "dots_and_square",
+    "mix",
+    "mix_for_each",
+    "narrow",
+    "pointer",
+    "prefetch",
+    "scale",
+    "widen",
+]

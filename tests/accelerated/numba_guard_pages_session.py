@@ -53,24 +53,35 @@ def case(guarded: Guarded, width: int, n: int, tokens: int, dtype: torch.dtype) 
     result, normed = guarded.empty(shape, dtype), guarded.empty(shape, dtype)
     norm_weight = guarded.copy(torch.ones(width, dtype=dtype))
     rows = call.checked(sources)
-    call.forward(query, rows, result, weights, n, 1e-6)
-    call.forward(query, rows, normed, None, n, 1e-6, norm_weight, 1e-6)
-    expected, expected_weights, _ = kernels.forward(query.clone(), [source.clone() for source in sources], 1e-6, True)
+    kept, normed_kept = (guarded.empty((tokens, call.kept_size(n)), float32) for _ in range(2))
+    call.forward(query, rows, result, weights, n, 1e-6, kept=kept)
+    call.forward(query, rows, normed, None, n, 1e-6, norm_weight, 1e-6, kept=normed_kept)
+    expected, expected_weights, saved = kernels.forward(
+        query.clone(), [source.clone() for source in sources], 1e-6, True
+    )
     assert torch.equal(result, expected) and torch.equal(weights, expected_weights)
 
     grad, grad_weights = guarded.copy(torch.randn(shape).to(dtype)), guarded.copy(torch.randn(n, tokens))
-    grad_query = guarded.copy(torch.zeros(call.chunks(result.shape), width))
-    grad_sources = [guarded.empty(shape, dtype) if i % 3 != 1 else None for i in range(n)]
     later = [guarded.copy(torch.randn(shape).to(dtype)) if i % 2 else None for i in range(n)]
-    call.backward(query, grad, grad_weights, grad_query, rows, grad_sources, later, n, 1e-6)
-    needs_sources = [target is not None for target in grad_sources]
+    needs_sources = [i % 3 != 1 for i in range(n)]
     request = BackwardRequest(
-        grad.clone(), grad_weights.clone(), later, query.clone(), sources, (), 1e-6, True, True, needs_sources
+        grad.clone(), grad_weights.clone(), later, query.clone(), sources, saved, 1e-6, True, True, needs_sources
     )
-    expected_query, expected_sources = kernels.backward(request)
-    assert torch.equal(grad_query.sum(0), expected_query)
-    for ours, right in zip(grad_sources, expected_sources):
-        assert (ours is None) == (right is None) and (ours is None or torch.equal(ours, right))
+    for norm in (None, norm_weight):
+        if norm is not None:
+            request = request._replace(saved=(normed_kept.clone(),))
+        grad_query, grad_norm = (guarded.copy(torch.zeros(call.chunks(result.shape), width)) for _ in range(2))
+        grad_norm = None if norm is None else grad_norm
+        grad_sources = [guarded.empty(shape, dtype) if needed else None for needed in needs_sources]
+        call.backward(
+            query, grad, grad_weights, grad_query, rows, grad_sources, later, n,
+            kept if norm is None else normed_kept, norm, grad_norm,
+        )  # fmt: skip
+        expected_query, expected_norm, expected_sources = kernels.backward_with_norm(request, norm)
+        assert torch.equal(grad_query.sum(0), expected_query)
+        assert norm is None or torch.equal(grad_norm.sum(0), expected_norm)
+        for ours, right in zip(grad_sources, expected_sources):
+            assert (ours is None) == (right is None) and (ours is None or torch.equal(ours, right))
 
     begun = max(1, n - 2)
     queries = guarded.copy(torch.stack([query] * 5))

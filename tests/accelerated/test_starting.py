@@ -104,7 +104,7 @@ def small_loop(monkeypatch, tmp_path) -> Callable[[], numba.core.registry.CPUDis
 
 
 def test_every_loop_uses_the_cache():
-    assert all(isinstance(loop._cache, cache.MachineCode) for pair in loops.LOOPS.values() for loop in pair)
+    assert all(isinstance(loop._cache, cache.MachineCode) for loop in loops.DISPATCHERS)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ FIELDS = {
     "phases": {"sources", "sublayers", "tokens", "width", "chosen"},
     "models": {"model", "dtype", "workload", "connection", "tokens"},
     "connections": {"model", "workload", "bytes"},
+    "narrow": {"model", "workload", "block_size", "tokens"},
     "kda": {"tokens", "heads", "d_k", "decay", "errors", "bytes", "bytes_ratio"},
     "kimi_k3": {"dtype", "workload", "form", "tokens", "products"},
     "scaling": {"panel", "layers", "block_size", "width", "tokens", "predicted"},
