@@ -81,11 +81,7 @@ def attend_with_norm(
 
 def training_plan(reads: Sequence[Read]) -> TrainingPlan | None:
     """Make a plan that reads by the loops in a pass with gradients; see [`Implementation`]."""
-    return (
-        make_training_plan(reads, lambda *arguments: attend_with_norm(*arguments))
-        if reads[0][0].weight.is_cpu
-        else None
-    )
+    return make_training_plan(reads, attend_with_norm) if reads[0][0].weight.is_cpu else None
 
 
 IMPLEMENTATION = Implementation(
