@@ -14,6 +14,7 @@ class Connection(NamedTuple):
     meaning: str
     options: tuple[str, ...]  # options of a retrofit
     state: str  # the state between sublayers, in tensors [tokens, d]
+    step: str  # time of a training step over that of the standard model, as measured in benchmarks/README.md
     used_by: str  # published models, or recipes of others, whose code was read
     retrofit: str = "exact"  # whether a retrofit keeps the function, or in which forms
 
@@ -21,27 +22,27 @@ class Connection(NamedTuple):
 _BLOCKS = ("block_size", "scale", "num_blocks", "full")
 # The first connection is the default.
 CONNECTIONS: dict[str, Connection] = {
-    "attn_res": Connection("attention over outputs or their blocks", _BLOCKS, "blocks + 1", "Kimi K3"),
-    "standard": Connection("the residual stream", (), "1", "most models"),
-    "denseformer": Connection("averages over depth", (), "layers + 1", ""),
-    "muddformer": Connection("averages over depth, set by each token", (), "layers + 1", "modded-nanogpt"),
-    "dca": Connection("sums weighted by channel and token", (), "k + 2 = 4", ""),
-    "residual_scalars": Connection("the stream, scaled, plus the embedding", (), "2", "nanochat"),
-    "scaled": Connection("scaled outputs or stream, seven forms", (), "1", "ZAYA, Gemma 4", "5 of 7"),
-    "laurel": Connection("weights, a low-rank map of the stream", (), "1", ""),
-    "frac_connections": Connection("Hyper-Connections in one stream", (), "1", ""),
-    "highway": Connection("gates of old and new; from scratch only", (), "1", "", retrofit="no"),
-    "hyper_connections": Connection("n streams: reads, writes, mixing", ("streams",), "n", ""),
-    "identity_hc": Connection("n streams that are not mixed", ("streams",), "n", "Hy-V4"),
-    "mhc": Connection("n streams, mixed doubly stochastically", ("streams",), "n", "DeepSeek-V4"),
-    "mhc_lite": Connection("n streams, mixed by permutations", ("streams",), "n", ""),
-    "gated_residual": Connection("n streams, gated reads and writes", ("streams",), "n", "Qwen3.8-Flash-Next"),
-    "post_norm": Connection("a normed stream; from scratch only", (), "1", "", retrofit="no"),
+    "attn_res": Connection("attention over outputs or blocks", _BLOCKS, "blocks + 1", "1.03", "Kimi K3"),
+    "standard": Connection("the residual stream", (), "1", "1", "most models"),
+    "denseformer": Connection("averages over depth", (), "layers + 1", "1.01", ""),
+    "muddformer": Connection("depth averages set by each token", (), "layers + 1", "1.05", "modded-nanogpt"),
+    "dca": Connection("sums by channel and token", (), "k + 2 = 4", "1.10", ""),
+    "residual_scalars": Connection("the scaled stream plus embedding", (), "2", "1.02", "nanochat"),
+    "scaled": Connection("scaled outputs or stream", (), "1", "1.01", "ZAYA, Gemma 4", "5 of 7"),
+    "laurel": Connection("weights, and a low-rank map", (), "1", "1.05", ""),
+    "frac_connections": Connection("Hyper-Connections in one stream", (), "1", "1.05", ""),
+    "highway": Connection("gates of old and new", (), "1", "1.13", "", "no"),
+    "hyper_connections": Connection("n streams: reads, writes, mixing", ("streams",), "n", "1.16", ""),
+    "identity_hc": Connection("n streams that are not mixed", ("streams",), "n", "1.12", "Hy-V4"),
+    "mhc": Connection("n streams, mixed by Sinkhorn", ("streams",), "n", "1.21", "DeepSeek-V4"),
+    "mhc_lite": Connection("n streams, mixed by permutations", ("streams",), "n", "1.19", ""),
+    "gated_residual": Connection("n streams, gated reads and writes", ("streams",), "n", "1.38", "Qwen3.8-Flash-Next"),
+    "post_norm": Connection("a normed stream", (), "1", "0.99", "", "no"),
 }
 # Published variants that are settings of a connection; `attnres.PRESETS` has their fields.
 PRESETS: dict[str, Connection] = {
-    "multi_head": Connection("attn_res with 4 heads (MHAR)", _BLOCKS, "blocks + 1", ""),
-    "delta": Connection("attn_res, gated, beside the stream", _BLOCKS, "blocks + 2", ""),
+    "multi_head": Connection("attn_res with 4 heads (MHAR)", _BLOCKS, "blocks + 1", "", ""),
+    "delta": Connection("attn_res, gated, beside the stream", _BLOCKS, "blocks + 2", "1.04", ""),
 }
 
 
@@ -65,8 +66,11 @@ def describe_connections() -> str:
 
 
 def list_connections() -> list[str]:
-    """Return a line for each connection and preset: name, whether a retrofit is exact, state, users, meaning."""
-    rows = [(name, c.retrofit, c.state, c.used_by or "-", c.meaning) for name, c in (CONNECTIONS | PRESETS).items()]
+    """Return a line for each connection and preset: name, exactness, state, time of a step, users, meaning."""
+    rows = [
+        (name, c.retrofit, c.state, c.step or "-", c.used_by or "-", c.meaning)
+        for name, c in (CONNECTIONS | PRESETS).items()
+    ]
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 

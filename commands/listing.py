@@ -30,7 +30,8 @@ HEADINGS = {
     "parameters; activated: per token, without the embedding and the output projection, lm_head",
     Listed.recipes: "Recipes (attnres train NAME)",
     Listed.connections: "Residual connections (attnres convert --residual NAME): whether a retrofit is exact; "
-    "its state, in tensors [batch, seq, hidden]; an architecture that has it; its meaning",
+    "its state, in tensors [batch, seq, hidden]; a training step's time over the standard model's (Llama, d = 512, "
+    "on a CPU); an architecture that has it; its meaning",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
     Listed.backbones: "Backbones of the models that attnres convert takes",
     Listed.implementations: "Implementations of depth attention (from_pretrained(depth_attention_implementation=NAME))",

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from attnres import CONNECTIONS
 from attnres.commands import app, bench
+from attnres.commands import connections as listed
 from benchmarks import connections
 from benchmarks.run import PARTS
 
@@ -43,6 +44,18 @@ def run_bench(
 def test_every_connection_is_measured():
     assert {form["residual_connection"] for form in connections.FORMS.values()} == CONNECTIONS.keys()
     assert next(iter(connections.FORMS)) == connections.STANDARD
+
+
+def test_the_list_of_connections_has_the_times_that_were_measured():
+    stored = json.loads((ROOT / "benchmarks" / "results" / "connections.json").read_text())
+    (row,) = [row for row in stored["rows"] if row["workload"] == "training step"]
+    measured = {}
+    for form, fields in connections.FORMS.items():
+        ratio = row["ratios"].get(f"{form} / {connections.STANDARD}", {"median": 1})
+        measured.setdefault(fields["residual_connection"], f"{ratio['median']:.2f}")  # the first form has no options
+    assert {name: float(connection.step) for name, connection in listed.CONNECTIONS.items()} == {
+        name: float(time) for name, time in measured.items()
+    }
 
 
 def test_every_part_is_an_option():
