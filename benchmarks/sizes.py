@@ -253,7 +253,7 @@ def main(arguments: Iterable[str] = ()) -> None:
         COUNTS.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
     stored = json.loads(COUNTS.read_text(encoding="utf-8"))
     tables = {
-        "parameters": markdown(["model", "parameters", "used by a token", "of them added"], parameter_rows()),
+        "parameters": markdown(["model", "parameters", "used by a token", "added"], parameter_rows()),
         "inference": markdown(
             ["model", "tokens", "weights", "cache", "activations", "together", "AttnRes adds"],
             inference_rows(),

@@ -1,6 +1,8 @@
 """Tests that every message and surprise on the page for troubleshooting is one that the code or a run has."""
 
 import copy
+import logging
+import logging.handlers
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import resolve_trust_remote_code
 
 import attnres
@@ -49,17 +51,26 @@ def ask_for_trust(standard: LlamaForCausalLM, folder: Path) -> str:
     return str(raised.value)
 
 
+def load_kimi_k3(standard: LlamaForCausalLM, folder: Path) -> str:
+    with pytest.raises(KeyError) as raised, torch.device("meta"):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("kimi_linear", num_hidden_layers=1, hidden_act="situ"))
+    return f"KeyError: {raised.value}"
+
+
 def load_by_class(standard: LlamaForCausalLM, folder: Path) -> str:
     """The class of the family computes another function than the source, unless its scale is `sum`."""
     standard.save_pretrained(folder)
-    expected = standard(IDS).logits
+    expected, logger = standard(IDS).logits, logging.getLogger("transformers")
+    handler = logging.handlers.MemoryHandler(1000)
+    logger.addHandler(handler)
     model, exact = (
         attnres.AttnResLlamaForCausalLM.from_pretrained(folder, **options).eval()
         for options in ({}, {"attn_res_scale": "sum"})
     )
     assert (exact(IDS).logits - expected).abs().max() < 1e-5
     assert (model(IDS).logits - expected).abs().max() > 1e-5
-    return ""
+    logger.removeHandler(handler)
+    return " ".join(record.getMessage() for record in handler.buffer)
 
 
 def adapt(standard: LlamaForCausalLM, folder: Path) -> str:
@@ -70,7 +81,9 @@ def adapt(standard: LlamaForCausalLM, folder: Path) -> str:
         adapted = get_peft_model(retrofit(copy.deepcopy(standard), full=True), config)
         trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
         assert any("res_proj" in name for name in trained) == is_trained
-    return ""
+    with pytest.raises(ValueError) as raised:
+        get_peft_model(retrofit(copy.deepcopy(standard), full=True), LoraConfig(target_modules=names))
+    return str(raised.value)
 
 
 def pad(standard: LlamaForCausalLM, folder: Path) -> str:
@@ -89,6 +102,7 @@ def pad(standard: LlamaForCausalLM, folder: Path) -> str:
 # Title of an entry whose message is not in the code, or that has none -> a run that returns what it is told.
 RUNS: dict[str, Callable[[LlamaForCausalLM, Path], str]] = {
     "The model asks to run code": ask_for_trust,
+    "Kimi K3 does not load by the Auto classes": load_kimi_k3,
     "A pretrained model loads, but computes something else": load_by_class,
     "LoRA does not train the pseudo-queries": adapt,
     "Scores change with the batch size": pad,
