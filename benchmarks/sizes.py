@@ -118,7 +118,7 @@ def training_rows() -> Iterator[list[str]]:
         found = plans(title, True)
         plan, again = found["attn_res", False], found["attn_res", True]
         states = sum(plan.memory[part] for part in ("weights", "gradients", "optimizer"))
-        row = [title, f"{context:,}", size(states)]
+        row = [title, size(states)]
         for recomputes in (False, True):
             working, plain = (
                 found[name, recomputes].memory["activations"] + found[name, recomputes].memory["block states"]
@@ -237,7 +237,8 @@ def time_rows(stored: dict[str, Any]) -> Iterator[list[str]]:
         costs = Costs(configurations(title)[0], Job(1, LONGEST, SERVED * LONGEST, training=False))
         rate = plan_layout(costs, Layout(), H100).tokens_per_second
         hours = sums.shared * forward / 3600, sums.generated / rate / 3600
-        yield [f"{title}, estimated", "H100", *(f"{value:.2g} hours" for value in hours)]
+        shown = (f"{value:.2g} hours" if value >= 1 else f"{value * 60:.2g} minutes" for value in hours)
+        yield [f"{title}, estimated", "H100", *shown]
 
 
 def _millions(count: dict[str, float]) -> Iterator[str]:
@@ -261,13 +262,12 @@ def main(arguments: Iterable[str] = ()) -> None:
         "training": markdown(
             [
                 "model",
-                "tokens",
                 "states",
                 "activations",
                 "AttnRes adds",
                 "activations, recomputed",
                 "AttnRes adds",
-                "H100 hours for 1B tokens, without / with recomputation",
+                "H100 hours",
             ],
             training_rows(),
         ),
