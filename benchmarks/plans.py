@@ -1,4 +1,4 @@
-"""Write the tables of the guide on plans: `python -m benchmarks.plans`. No device is needed."""
+"""Write the tables of layouts: `python -m benchmarks.plans`. No device is needed."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -25,7 +25,7 @@ from attnres.commands.plan import gathered, gigabytes
 from attnres.configuration import load
 from attnres.conversion.family import retrofit_config
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "plan.md"
+PAGE = Path(__file__).resolve().with_name("layouts.md")
 LLAMA = "a Llama of 70B"
 H100, H200 = Device(memory=80e9), Device(memory=141e9, memory_bandwidth=4.8e12)
 # Configuration -> context, tokens of a step, and numbers of devices.
@@ -127,7 +127,7 @@ def sent_rows() -> Iterator[list[str]]:
 
 
 def main() -> None:
-    """Compute all tables, and write them into the guide."""
+    """Compute all tables, and write them into the page."""
     rates = [f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in BANDWIDTHS]
     head = "model", "devices", "GB", "layout", "expert"
     tail = "GB used", "tokens/s and device", "time is mostly", "runs here"

@@ -42,7 +42,7 @@ CONNECTIONS: dict[str, Connection] = {
 # Published variants that are settings of a connection; `attnres.PRESETS` has their fields.
 PRESETS: dict[str, Connection] = {
     "multi_head": Connection("attn_res with 4 heads (MHAR)", _BLOCKS, "blocks + 1", "", ""),
-    "delta": Connection("attn_res, gated, beside the stream", _BLOCKS, "blocks + 2", "1.04", ""),
+    "delta": Connection("attn_res, gated, and the stream", _BLOCKS, "blocks + 2", "1.04", ""),
 }
 
 

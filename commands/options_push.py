@@ -45,6 +45,9 @@ def push(
         bool,
         typer.Option("--overwrite-card", help="If the card was edited here and on the Hub, use the one here."),
     ] = False,
+    hashes: Annotated[
+        bool, typer.Option("--hashes", help="List the SHA-256 of each file of code in the card.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Publish a model on the Hub, with a card that says how it was made and how to use it.
@@ -66,4 +69,4 @@ def push(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     options = UploadOptions(private, revision, create_pr, message, overwrite_card)
-    run_push(folder, repo, options, results=results, inspection=inspection, dry_run=dry_run)
+    run_push(folder, repo, options, results=results, inspection=inspection, dry_run=dry_run, hashes=hashes)

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import EvalResultEntry
@@ -36,6 +37,7 @@ def run_push(
     results: Path | None = None,
     inspection: Path | None = None,
     dry_run: bool = False,
+    hashes: bool = False,
 ) -> None:
     """Publish the model in `folder` as the repository `repo` on the Hub.
 
@@ -46,6 +48,7 @@ def run_push(
         results: The `--out` of an `attnres eval` whose results to publish; `None` for the results in `folder`.
         inspection: The `--out` of an `attnres inspect` whose report to publish; `None` for the report in `folder`.
         dry_run: Whether only to list the files and show the card, without contacting the Hub.
+        hashes: Whether the card lists the SHA-256 of each file of code.
 
     Raises:
         OSError, RuntimeError, ValueError: The model is not published. The message is one line with the remedy.
@@ -55,6 +58,7 @@ def run_push(
     report = _report(folder, inspection)
     with quiet_transformers(), status(console, "Checking the model ..."):
         publication = plan_publication(folder, evaluated, report)
+    publication = replace(publication, subject=replace(publication.subject, has_hashes=hashes))
     # The card names the model by ORG/NAME. Only the Hub knows the account of a bare name, and a dry run does not
     # contact the Hub.
     full_id = repo if "/" in repo else f"{_ACCOUNT}/{repo}"

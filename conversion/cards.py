@@ -1,4 +1,4 @@
-"""Write model cards: metadata for the Hub, how the model was made, how to use it, and which code it runs.
+"""Write model cards: metadata for the Hub, how the model was made, how to use it, and the versions of its code.
 
 `attnres convert` and `attnres train` write `README.md` beside the weights. Each adds its step to the part on how the
 model was made. `attnres push` completes the card for the Hub. Text that a person has written stays (`card_parts.py`).
@@ -66,6 +66,7 @@ class CardSubject:
         title: The card's heading. By default the last part of `source`.
         datasets: The Hub ids of the data sets of its training.
         layout: A sentence on the layout of its weights. By default, for Kimi K3, the layout of `save_pretrained`.
+        has_hashes: Whether the card lists the Python files with their SHA-256.
     """
 
     config: ResidualConfig
@@ -80,6 +81,7 @@ class CardSubject:
     title: str | None = None
     datasets: Sequence[str] = field(default=())
     layout: str | None = None
+    has_hashes: bool = False
 
     @property
     def auto_class(self) -> str:
@@ -262,8 +264,6 @@ def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
 def _facts(subject: CardSubject) -> dict[str, Any]:
     """Return the values that the template of the card shows."""
     config = subject.config
-    present = (path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*.py") if path.is_file())
-    files = sorted(present if subject.code is None else subject.code)
     is_kimi_k3 = isinstance(config, AttnResKimiK3Config)
     return {
         "name": subject.title or Path(subject.source).name,
@@ -286,8 +286,15 @@ def _facts(subject: CardSubject) -> dict[str, Any]:
         and config.value_residual is None,
         "versions": ", ".join([f"Python {platform.python_version()}", *_installed()]),
         "needed": ", ".join(_needed()),
-        "code": [(name, hashlib.sha256((subject.folder / name).read_bytes()).hexdigest()) for name in files],
+        "hashes": _hashes(subject) if subject.has_hashes else [],
     }
+
+
+def _hashes(subject: CardSubject) -> list[tuple[str, str]]:
+    """Return the path and the SHA-256 of each Python file of a model."""
+    present = (path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*.py") if path.is_file())
+    files = sorted(present if subject.code is None else subject.code)
+    return [(name, hashlib.sha256((subject.folder / name).read_bytes()).hexdigest()) for name in files]
 
 
 def _size(config: ResidualConfig, parameters: int | None) -> str:

@@ -295,13 +295,15 @@ def test_results_and_figures_are_published(push, model):
     assert "](inspection/depth_attention.png)" in card
 
 
-def test_the_hashes_in_the_card_are_those_of_the_code(push, model):
-    push("push", "model", "me/hashes")
+def test_the_hashes_in_the_card_are_those_of_the_code_and_stand_there_only_on_request(push, model):
+    push("push", "model", "me/hashes", "--hashes")
     from hashlib import sha256
 
     files = push.hub.files("me/hashes")
     stated = dict(re.findall(r"^\| `(\S+\.py)` \| `(\w{64})` \|$", push.card("me/hashes"), flags=re.MULTILINE))
     assert stated == {name: sha256(content).hexdigest() for name, content in files.items() if name.endswith(".py")}
+    push("push", "model", "me/hashes")
+    assert not re.search(r"[0-9a-f]{64}", push.card("me/hashes"))
 
 
 def _without_auto_map(folder: Path) -> None:
