@@ -3,13 +3,14 @@
 # make test   the test suite
 # make docs   the documentation, as a site in site/
 # make notebooks   runs the notebooks from top to bottom
-# Each creates .venv and installs by constraints.txt.
+# make address     writes the addresses of pyproject.toml into the files that show them
+# Each but the last creates .venv and installs by constraints.txt.
 
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
 INSTALL = $(PIP) install --constraint constraints.txt
 
-.PHONY: demo check test lint docs notebooks serving engines suite versions clean
+.PHONY: demo check test lint docs notebooks address serving engines suite versions clean
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
@@ -27,6 +28,9 @@ lint: .venv/lint.installed
 
 notebooks: .venv/test.installed
 	OMP_NUM_THREADS=1 .venv/bin/python notebooks/execute.py
+
+address:
+	$(PYTHON) docs/address.py
 
 .venv/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attnres needs Python 3.11 or newer, not " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'

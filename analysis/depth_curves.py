@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from attnres.utils.drawing import SMALL, WIDTH, blank, styled
 from attnres.utils.extras import require_extra
 
 from .attention_sinks import AttentionSinks
 from .axis import DepthAxis
 from .depth_attention import DepthAttention
-from .drawing import SMALL, WIDTH, blank, styled
 from .interventions import Interventions
 from .magnitudes import Magnitudes
 

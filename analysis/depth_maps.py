@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnres.utils.drawing import SMALL, WIDTH, blank, styled
 from attnres.utils.extras import require_extra
 
 from .depth_attention import DepthAttention
-from .drawing import SMALL, WIDTH, blank, styled
 from .mixing import DepthMixing
 
 with require_extra("analysis"):

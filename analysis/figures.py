@@ -6,11 +6,12 @@ Other modules import the drawing functions from here. `draw_measurement` draws a
 import os
 from typing import TYPE_CHECKING
 
+from attnres.utils.drawing import finish
+
 from .attention_sinks import AttentionSinks
 from .depth_attention import DepthAttention
 from .depth_curves import draw_interventions, draw_magnitudes, draw_sinks, draw_weights_by_depth
 from .depth_maps import draw_depth_attention, draw_mixing
-from .drawing import finish
 from .interventions import Interventions
 from .magnitudes import Magnitudes
 from .measurement import DrawableMeasurement

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .drawing import blank, finish
+from attnres.utils.drawing import Drawing, column, finish, styled
 
 Points = Sequence[tuple[int, float]]  # (step, loss in nats per token)
 
@@ -24,8 +24,14 @@ def plot_loss_curves(
         ValueError: The file name has another suffix.
         FileNotFoundError: The folder does not exist.
     """
+    finish(_draw_curves(curves, compare), path)
+
+
+@styled
+def _draw_curves(curves: Mapping[str, Points], compare: tuple[str, str] | None) -> Drawing:
+    """Return the figure of `plot_loss_curves`."""
     heights = [3, 1] if compare else [1]
-    figure = blank(7, 3 + 1.5 * len(heights))
+    figure = column(2 + 0.8 * len(heights))
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)
     upper, lower = panels[0, 0], panels[-1, 0]
     for label, points in curves.items():
@@ -38,11 +44,11 @@ def plot_loss_curves(
         lower.plot(steps, [a - b for (_, a), (_, b) in zip(first, second)], color="black", linewidth=1.3)
         lower.axhline(0, color="gray", linewidth=0.8)
         lower.set_ylabel("difference")
-        lower.set_title(f"{compare[0]} - {compare[1]}", fontsize=9)
-    lower.set_xlabel("step")
+        lower.set_title(f"{compare[0]} - {compare[1]}")
+    lower.set_xlabel("training step")
     for axes in panels.flat:
         axes.grid(alpha=0.3)
-    finish(figure, path)
+    return figure
 
 
 def plot_paired_runs(runs: Mapping[str, Sequence[Points]], path: str | os.PathLike, points: int = 10) -> None:
@@ -61,13 +67,19 @@ def plot_paired_runs(runs: Mapping[str, Sequence[Points]], path: str | os.PathLi
         ValueError: The file name has another suffix.
         FileNotFoundError: The folder does not exist.
     """
+    finish(_draw_pairs(runs, points), path)
+
+
+@styled
+def _draw_pairs(runs: Mapping[str, Sequence[Points]], points: int) -> Drawing:
+    """Return the figure of `plot_paired_runs`."""
     # Losses, [seeds, steps].
     first, second = (np.array([[loss for _, loss in curve] for curve in curves]) for curves in runs.values())
     ends = np.array([step for step, _ in next(iter(runs.values()))[0]])
     parts = np.array_split(np.arange(len(ends)), min(points, len(ends)))
     steps = [ends[part].mean() for part in parts]
 
-    figure = blank(7, 6)
+    figure = column(3.7)
     upper, lower = figure.subplots(2, sharex=True, height_ratios=[3, 2])
     lines = {label: (upper, losses) for label, losses in zip(runs, (first, second))}
     lines[" - ".join(runs)] = (lower, first - second)
@@ -78,13 +90,13 @@ def plot_paired_runs(runs: Mapping[str, Sequence[Points]], path: str | os.PathLi
         axes.fill_between(steps, middle - spread, middle + spread, color=color, alpha=0.2, linewidth=0)
         axes.grid(alpha=0.3)
     upper.set_ylabel("training loss (nats/token)")
-    upper.set_title(f"Lines: mean of {len(first)} seeds; bands: one standard deviation", fontsize=9)
+    upper.set_title(f"Lines: mean of {len(first)} seeds; bands: one standard deviation")
     upper.legend(frameon=False)
     lower.axhline(0, color="gray", linewidth=0.8)
     lower.set_ylabel("difference")
-    lower.set_title(f"{' - '.join(runs)}, within a seed", fontsize=9)
-    lower.set_xlabel("step")
-    finish(figure, path)
+    lower.set_title(f"{' - '.join(runs)}, within a seed")
+    lower.set_xlabel("training step")
+    return figure
 
 
 __all__ = ["Points", "plot_loss_curves", "plot_paired_runs"]

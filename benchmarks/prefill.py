@@ -9,9 +9,8 @@ block states. The residual stream on the same shape shows what the rest takes: t
 
 from collections.abc import Iterator
 from functools import partial
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +19,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 
 from attnres import AttnResConfig
-from attnres.utils.files import atomic_write
 
 from .memory import peak_bytes
 from .report import make_table
 from .shapes import STANDARD, connect
 from .timing import Setting
+
+if TYPE_CHECKING:
+    from attnres.utils.drawing import Drawing
 
 LAYERS, BLOCKS = 8, 8
 LENGTHS, CHUNK = (8192, 32768, 131072), 4096
@@ -145,30 +146,30 @@ def mebibytes(size: int) -> str:
 
 def plot(rows: list[dict], path: Path) -> None:
     """Draw peak memory against the length of the prompt into a PNG file, in full and beyond the residual stream."""
-    import matplotlib
+    from attnres.utils.drawing import column, finish, styled  # matplotlib is in an extra
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    finish(styled(_draw)(column(2.6), rows), path)
 
-    figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained", sharey=True)
+
+def _draw(figure: "Drawing", rows: list[dict]) -> "Drawing":
+    """Fill the figure of `plot`, and return it."""
+    panels = figure.subplots(1, 2, sharey=True)
     shown = {"peak memory of a prefill": lambda row: row["bytes"][OURS], "added to the residual stream": added}
     for axes, (title, size_of) in zip(panels, shown.items()):
         for chunk in dict.fromkeys(row["chunk"] for row in rows):
             line = [row for row in rows if row["chunk"] == chunk]
             name = "one pass" if chunk is None else f"chunks of {chunk:,} tokens"
-            axes.plot([row["tokens"] for row in line], [size_of(row) / 2**20 for row in line], "o-", label=name)
+            lengths, sizes = [row["tokens"] for row in line], [size_of(row) / 2**20 for row in line]
+            axes.plot(lengths, sizes, "o-", markersize=4, label=name)
         lengths = sorted({row["tokens"] for row in rows})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
         axes.set_xticks(lengths, [f"{tokens // 1024}K" if tokens >= 1024 else str(tokens) for tokens in lengths])
         axes.minorticks_off()
-        axes.set_title(title, fontsize=9)
+        axes.set_title(title)
         axes.set_xlabel("tokens of the prompt")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("MiB")
-    panels[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    panels[0].legend(frameon=False, fontsize=8)
-    image = BytesIO()
-    figure.savefig(image, dpi=130, format="png")
-    plt.close(figure)
-    atomic_write(path, image.getvalue())
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    return figure

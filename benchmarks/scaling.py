@@ -12,14 +12,11 @@ import gc
 import math
 from collections.abc import Iterator
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from rich.table import Table
-
-from attnres.utils.files import atomic_write
 
 from .report import cell, make_table
 from .shapes import EAGER, STANDARD, build, connect, llama, token_ids
@@ -28,6 +25,8 @@ from .workloads import prefill
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from attnres.utils.drawing import Drawing
 
 BASE = {"layers": 12, "block_size": 4, "width": 512, "tokens": 512}
 PANELS = {
@@ -110,18 +109,22 @@ COLOURS = {False: "C0", True: "C1"}  # Block, Full
 
 def plot(rows: list[dict], path: Path) -> None:
     """Draw one panel per varied size, measured (with quartiles) and predicted, into a PNG file."""
-    import matplotlib
+    from attnres.utils.drawing import column, finish, styled  # matplotlib is in an extra
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    finish(styled(_draw)(column(4), rows), path)
 
-    figure, panels = plt.subplots(1, 4, figsize=(14, 3.8), layout="constrained", sharey=True)
-    for axes, panel in zip(panels, LABELS):
+
+def _draw(figure: "Drawing", rows: list[dict]) -> "Drawing":
+    """Fill the figure of `plot`, and return it."""
+    from attnres.utils.drawing import SMALL
+
+    panels = figure.subplots(2, 2, sharey=True)
+    for axes, panel in zip(panels.flat, LABELS):
         chosen = [row for row in rows if row["panel"] == panel]
         for is_full in (False, True):
             line = [row for row in chosen if panel == "block_size" or (row["block_size"] == 1) == is_full]
             if line and not (panel == "block_size" and is_full):
-                _draw(axes, panel, line, is_full)
+                _draw_line(axes, panel, line, is_full)
         axes.set_xscale("log", base=2)
         ticks = sorted({row[panel] for row in chosen})
         blocks = {row[panel]: math.ceil(2 * row["layers"] / row["block_size"]) for row in chosen}
@@ -129,18 +132,15 @@ def plot(rows: list[dict], path: Path) -> None:
         axes.set_xticks(ticks, names)
         axes.minorticks_off()
         fixed = (f"{chosen[0][key]} {LABELS[key]}" for key in ("layers", "width", "tokens") if key != panel)
-        axes.set_title(", ".join(fixed).replace("decoder ", ""), fontsize=9)
+        axes.set_title(", ".join(fixed).replace("decoder ", "").replace("hidden size", "wide"), fontsize=SMALL)
         axes.set_xlabel(LABELS[panel])
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("time added to prefill (%)")
-    panels[0].legend(frameon=False, fontsize=8)
-    image = BytesIO()
-    figure.savefig(image, dpi=130, format="png")
-    plt.close(figure)
-    atomic_write(path, image.getvalue())
+    figure.supylabel("time added to prefill (%)", fontsize="medium")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    return figure
 
 
-def _draw(axes: "Axes", panel: str, line: list[dict], is_full: bool) -> None:
+def _draw_line(axes: "Axes", panel: str, line: list[dict], is_full: bool) -> None:
     """Draw the measured and the predicted line of Full or Block."""
     line = sorted(line, key=lambda row: row[panel])
     x, ratios = [row[panel] for row in line], [row["ratios"]["ours / standard"] for row in line]
@@ -148,7 +148,7 @@ def _draw(axes: "Axes", panel: str, line: list[dict], is_full: bool) -> None:
     spread = [[100 * abs(ratio[end] - ratio["median"]) for ratio in ratios] for end in ("low", "high")]
     name = "Full" if is_full else f"Block, S={line[0]['block_size']}"
     style = {"color": COLOURS[is_full]}
-    axes.errorbar(x, y, spread, marker="o", capsize=3, label=f"{name}: measured", **style)
+    axes.errorbar(x, y, spread, marker="o", markersize=4, capsize=2, label=f"{name}: measured", **style)
     axes.plot(x, [percent(row["predicted"]) for row in line], "--", label=f"{name}: traffic model", **style)
 
 

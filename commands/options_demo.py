@@ -32,7 +32,7 @@ def demo(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier demo wrote.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Compare attention residuals with the residual stream in small models, and retrofit one.
+    """Compare attention residuals with the residual stream in a small Llama, and retrofit it.
 
     The demo trains both models from the same weights on the same batches, with three seeds. Then it retrofits the
     standard model exactly.

@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from address import addresses  # mkdocs lets a hook import the modules beside it
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -64,7 +65,12 @@ def on_startup(**_: object) -> None:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Let `mkdocs serve` also watch the pages of other folders."""
+    """Set the addresses of the project, and let `mkdocs serve` also watch the pages of other folders."""
+    repository, site = addresses()
+    if repository:
+        config.repo_url, config.repo_name = repository, "/".join(repository.split("/")[-2:])
+    if site:
+        config.site_url = f"{site}/"  # links of the site map and to the home page are relative to it
     config.watch.extend(sorted({str(ROOT / pattern.partition("/")[0]) for pattern in (*OTHERS, "README.md")}))
 
 

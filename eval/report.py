@@ -5,14 +5,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
+
+from attnres.utils.drawing import Drawing, blank, finish, styled
 
 from .rows import ReportRow
 
@@ -136,11 +133,18 @@ def plot(rows: Sequence[ReportRow], path: str | os.PathLike, model: str, baselin
         model: The name of the model.
         baseline: The name of the second model, if there is one.
     """
+    finish(_draw(rows, model, baseline), path)
+
+
+@styled
+def _draw(rows: Sequence[ReportRow], model: str, baseline: str | None) -> Drawing:
+    """Return the figure of `plot`."""
     series = {model: [row.score for row in rows]}
     if baseline:
         series = {baseline: [row.baseline for row in rows], **series}
     width = 0.8 / len(series)
-    figure, axes = plt.subplots(figsize=(max(5.0, 2 + 0.75 * len(rows)), 4.5), layout="constrained")
+    figure = blank(max(4.0, 1.6 + 0.6 * len(rows)), 3.6)
+    axes = figure.subplots()
     for i, (name, scores) in enumerate(series.items()):
         axes.bar(
             [row + (i - (len(series) - 1) / 2) * width for row in range(len(rows))],
@@ -162,8 +166,7 @@ def plot(rows: Sequence[ReportRow], path: str | os.PathLike, model: str, baselin
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=1, frameon=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
 def _with_second(rows: Sequence[ReportRow]) -> list[ReportRow]:

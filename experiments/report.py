@@ -65,7 +65,8 @@ def write_all() -> None:
             # A figure has room for two models: the first connection, and the standard model as its rival.
             first = next(label for label in shown.rates if label != BASELINE)
             curves = ([run["curve"] for run in runs] for runs in zip(*shown.pairs[first]))
-            plot_paired_runs(dict(zip((first, BASELINE), curves)), figure)
+            name = first.replace("Block", "Block AttnRes")  # the home page shows this figure too
+            plot_paired_runs(dict(zip((name, BASELINE), curves)), figure)
     summary.plot(here, others, store.results_file("summary").with_suffix(".png"))
     print(f"Written from the stored runs: {results_page()}, {tables_page()} and their figures.")
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-from attnres.analysis.drawing import blank, finish
 from attnres.configuration import count_parameters
+from attnres.utils.drawing import SMALL, Drawing, column, finish, styled
 from attnres.utils.yaml_files import read_yaml
 
 from .costs import WAYS, costs_of
 from .scratch import DeclaredComparison
 from .tables import at_equal_time, deviation_of, markdown, spread
 
-APART = 1.1  # the least ratio between places on the axis, so that bars and their numbers can be told from each other
+APART = 1.15  # the least ratio between places on the axis, so that bars and their numbers can be told from each other
 PUBLISHED = Path(__file__).with_name("published.yaml")
 
 
@@ -123,13 +123,19 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
         others: Leads that others report.
         path: The picture.
     """
-    figure = blank(7, 4)
+    finish(_draw(here, others), path)
+
+
+@styled
+def _draw(here: Sequence[Lead], others: Sequence[Lead]) -> Drawing:
+    """Return the figure of `plot`."""
+    figure = column(2.9)
     axes = figure.subplots()
     numbered = list(enumerate([*here, *others], 1))
     measured, reported = numbered[: len(here)], numbered[len(here) :]
     paper = [row for row in reported if row[1].source.startswith("paper")]
     for label, group, color, marker in (
-        ("here: mean ± standard deviation over seeds", measured, "tab:blue", "o"),
+        ("here: mean ± deviation over seeds", measured, "tab:blue", "o"),
         ("the paper (mixtures of experts)", paper, "tab:orange", "D"),
         ("others", [row for row in reported if row not in paper], "tab:gray", "s"),
     ):
@@ -142,20 +148,20 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
             numbers = [f"{numbers[0]} to {numbers[-1]}"]
         else:
             places = _apart(places)
-        axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=3, markersize=5, label=label)
+        axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=2, markersize=4, label=label)
         # Leads of here have their numbers above their bars and the others below, so that they do not collide.
         for place, value, deviation, text in zip(places, means, deviations, numbers):
             end, offset = (value + deviation, 3) if group is measured else (value - deviation, -10)
-            axes.annotate(str(text), (place, end), (0, offset), textcoords="offset points", ha="center", fontsize=7)
+            axes.annotate(str(text), (place, end), (0, offset), textcoords="offset points", ha="center", fontsize=SMALL)
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set_xscale("log")
-    axes.margins(x=0.08)
+    axes.margins(x=0.08, y=0.08)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("training tokens per parameter")
     axes.set_ylabel("loss, Block minus standard (nats/token)")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    finish(figure, path)
+    axes.legend(frameon=False, loc="lower right")
+    return figure
 
 
 def _apart(places: Sequence[float]) -> list[float]:

@@ -48,7 +48,10 @@ def test_the_citation_is_one_that_github_reads():
 
 
 def test_citation_and_changelog_are_of_this_version():
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == attnres.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == attnres.__version__
+    for field in ("title", "version", "license"):
+        assert f"  {field} = {{{citation[field]}}}" in (ROOT / "README.md").read_text()
     assert f"## {attnres.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 

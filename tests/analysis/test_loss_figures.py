@@ -1,6 +1,7 @@
 """Figures of training have the right lines and are written."""
 
 import pytest
+from matplotlib.text import Text
 
 from attnres.analysis import loss_figures
 from attnres.analysis.loss_figures import plot_loss_curves, plot_paired_runs
@@ -38,3 +39,15 @@ def test_lines_are_means_over_seeds_and_the_difference_is_taken_within_a_seed(tm
     assert lower.get_lines()[0].get_ydata() == pytest.approx([-0.5] * 5)
     (band,) = lower.collections
     assert band.get_paths()[0].get_extents().height < 1e-9  # seeds that differ in both alike
+
+
+def test_text_can_be_read_where_a_phone_shows_the_figure_at_350_pixels(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(loss_figures, "finish", lambda figure, path: drawn.append(figure))
+    points = [(1, 3.0), (2, 2.5)]
+    plot_loss_curves({"a": points, "b": points}, tmp_path / "loss.png", compare=("a", "b"))
+    plot_paired_runs({"a": [points] * 2, "b": [points] * 2}, tmp_path / "runs.png")
+    for figure in drawn:
+        shown = [text for text in figure.findobj(Text) if text.get_text()]
+        assert len(shown) > 5
+        assert min(text.get_fontsize() for text in shown) * 350 / (72 * figure.get_figwidth()) >= 8

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-import matplotlib.pyplot as plt
 import pytest
 from PIL import Image
 from rich.markdown import Markdown
 
+from attnres.eval import report
 from attnres.eval.benchmarks import benchmarks
 from attnres.eval.paired import compare_pairs
 from attnres.eval.report import SECOND_NOTE, plot, to_markdown, to_table
@@ -81,15 +81,15 @@ def test_scores_other_than_right_and_wrong_are_compared_without_a_test():
 @pytest.mark.parametrize("number", [1, 15])
 def test_the_chart_has_room_for_long_names_of_one_benchmark_and_of_all(number, tmp_path, monkeypatch):
     """No text is cut off, and the legend stands below the axes, where it covers no bar."""
-    monkeypatch.setattr(plt, "close", lambda figure: None)
+    drawn = []
+    monkeypatch.setattr(report, "finish", lambda figure, path: drawn.append(figure))
     names = [f"/a/very/long/path/of/a/model/that/goes/on/and/on/{'x' * 60}-{end}" for end in ("seed-0", "seed-1")]
     plot([row(f"benchmark {'y' * 40} {i}") for i in range(number)], tmp_path / "scores.png", *names)
-    figure = plt.gcf()
-    monkeypatch.undo()
+    (figure,) = drawn
+    figure.draw_without_rendering()
     (legend,), (axes,) = figure.legends, figure.axes
     assert legend.get_window_extent().y1 <= axes.get_tightbbox().y0
     assert [text.get_text()[-6:] for text in legend.get_texts()] == ["seed-1", "seed-0"]
     for text in [*legend.get_texts(), *axes.get_xticklabels(), axes.yaxis.label]:
         box = text.get_window_extent()
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y0 >= figure.bbox.y0
-    plt.close(figure)

@@ -87,5 +87,5 @@ def test_the_pages_count_the_stored_pairs_of_runs():
     dense = [value for lead in leads if "moe" not in lead.source for value in lead.values]
     lower = sum(value < -0.01 for value in dense)
     assert all(abs(value) < 0.01 for value in dense if value >= -0.01), "the others are ties"
-    for page in ("README.md", "docs/results.md", "experiments/RESULTS.md"):
+    for page in ("README.md", "docs/results.md"):
         assert f"in {lower} of {len(dense)} pairs of runs" in (root / page).read_text(), page

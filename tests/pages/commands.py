@@ -6,9 +6,7 @@ A command without an entry runs as it is printed. The key of an entry is the beg
 # Commands that are not run here -> the reason, or the test that runs them.
 ELSEWHERE = {
     "pip install": "a package registry; environments of pip are made by `make` and by tests/peers/environments.py",
-    "source .venv/bin/activate": "as `pip install`",
     "make demo": "tests/training/test_demo.py, and `attnres demo` below; .ci/run makes an environment",
-    "make test": "this is part of it",
     "make notebooks": "tests/notebooks",
     "python notebooks/execute.py": "tests/notebooks",
     "vllm serve my-k3": "needs GPUs; the guide says that it was not run",
@@ -49,7 +47,7 @@ ADDED = {
     "attnres inspect": _LITTLE,
     "attnres eval qwen3-attnres --baseline": _FEW,
     "attnres eval qwen3-attnres --tasks arc_challenge --out": ("--data", "data"),
-    "attnres eval runs/heal/model --baseline": _FEW,
+    "attnres eval runs/more/model --baseline": _FEW,
     "attnres train heal": ("tokens=512", *_SHORT),
     "attnres train pretrain": ("tokens=512", *_SHORT),
     "attnres train my-recipe.yaml": ("tokens=512", *_SHORT),

@@ -24,7 +24,7 @@ BIN = Path(sys.executable).parent
 WITH_CODE = [page for page in PAGES if any(block.language in ("bash", "python") for block in blocks_of(page))]
 # Folders of the material that a command makes itself -> the beginning of that command.
 MAKES = {"attnres-demo": "attnres demo", "qwen3-attnres": "attnres convert Qwen/Qwen3-0.6B qwen3-attnres "}
-ALLOWED = {"bash", "python", "yaml", "json", "text"}
+ALLOWED = {"bash", "python", "yaml", "json", "text", "bibtex"}
 
 
 def run_command(command: str, environment: dict[str, str]) -> str:
@@ -81,8 +81,9 @@ def test_a_page_runs(page, workplace, environment, hub, capsys):
 
 
 def check_readme(folder: Path, printed: str, hub: Hub) -> None:
-    assert "Attention is" in printed
+    assert "tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000]" in printed
     assert "top-1 agreement 100.00%" in printed
+    assert (folder / "runs" / "new" / "model").exists()
     assert (folder / "inspection" / "report.html").exists()
     assert (folder / "scores" / "report.md").exists()
 

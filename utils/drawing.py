@@ -13,14 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attnres.utils.extras import require_extra
-from attnres.utils.files import atomic_write
+from .extras import require_extra
+from .files import atomic_write
 
 with require_extra("analysis"):
     import matplotlib
     from matplotlib.figure import Figure
 
-WIDTH = 7.6  # inches; the page shows a figure at about this width, so fonts appear in their own size
+WIDTH = 7.6  # inches; the page of an inspection shows a figure at about this width, so fonts appear in their own size
+# Inches. Pages show a figure of this width at 700 px, and at 350 px on a phone, where 8 points still have 9 px.
+COLUMN = 4.2
 SMALL = 7  # points: the size of tick labels, and of numbers in a map
 STYLE = {
     "font.size": 8,
@@ -34,6 +36,7 @@ PLAIN = {
     name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith(("backend", "webagg"))
 }
 _DPI = 150
+_COLUMN_DPI = 250  # 1050 px, so that a column is sharp at 700 px
 # Kind of file -> metadata to leave out, since they hold the date or the version of matplotlib.
 _METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
@@ -52,11 +55,20 @@ def blank(width: float, height: float) -> Drawing:
         width: The width in inches.
         height: The height in inches.
     """
-    return Drawing(figsize=(width, height), layout="constrained")
+    return Drawing(figsize=(width, height), dpi=_DPI, layout="constrained")
+
+
+def column(height: float) -> Drawing:
+    """Return an empty figure for a page, whose text can be read at the width of a phone.
+
+    Args:
+        height: The height in inches; the width is `COLUMN`.
+    """
+    return Drawing(figsize=(COLUMN, height), dpi=_COLUMN_DPI, layout="constrained")
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Decorate a function that draws a figure, so that it uses the style of this folder."""
+    """Decorate a function that draws a figure, so that it uses the common style."""
 
     @functools.wraps(draw)
     def draw_in_style(*args: Any, **kwargs: Any) -> Figure:
@@ -103,8 +115,8 @@ def _bytes(figure: Figure, kind: str) -> bytes:
     with matplotlib.rc_context(PLAIN | STYLE | {"svg.hashsalt": "attnres"}), warnings.catch_warnings():
         # Matplotlib draws a box for a letter that the font lacks, as in the name of a model, and warns each time.
         warnings.filterwarnings("ignore", "Glyph")
-        figure.savefig(content, format=kind, dpi=_DPI, metadata=_METADATA[kind])
+        figure.savefig(content, format=kind, dpi="figure", metadata=_METADATA[kind])
     return content.getvalue()
 
 
-__all__ = ["SMALL", "WIDTH", "Drawing", "blank", "finish", "styled"]
+__all__ = ["COLUMN", "SMALL", "WIDTH", "Drawing", "blank", "column", "finish", "styled"]
