@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging
 
 from . import findings, healing, report
-from .costs import WAYS, costs_of, measure_costs
+from .costs import WAYS, costs_of, measure_costs, memory_of
 from .data import load, prepare
 from .declared import BASELINE, FROM_SCRATCH, SELECTION_SEED, HealingExperiment, ScratchExperiment, names
 from .scratch import DeclaredComparison
@@ -99,8 +99,9 @@ def run_from_scratch(options: argparse.Namespace) -> None:
         rates = one_rate or comparison.choose_rates(labels)
         comparison.make([(label, rates[label], tokens, seed) for seed in seeds for label in labels])
     shown = comparison.shown(tokens, one_rate)
-    report.write(experiment, store.path, scratch_tables(shown, costs_of(comparison)))
-    print(result_table(shown, costs_of(comparison)))
+    costs, memory = costs_of(comparison), memory_of(comparison)
+    report.write(experiment, store.path, scratch_tables(shown, costs, memory))
+    print(result_table(shown, costs, memory))
 
 
 def run_healing(options: argparse.Namespace) -> None:

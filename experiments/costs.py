@@ -1,11 +1,13 @@
-"""The cost of a training step with each connection, as a ratio to the standard model, timed in turn in one process."""
+"""The time and memory of a training step with each connection, as ratios to the standard model, in one process."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from transformers import set_seed
 
+from benchmarks.memory import step_bytes
 from benchmarks.timing import Ratio, Setting, interleave, keep_freed_memory
 from benchmarks.workloads import training_step
 
@@ -22,8 +24,8 @@ def measure_costs(comparison: DeclaredComparison, labels: Sequence[str], ways: S
     """Time a training step (forward, backward, AdamW) of some connections, and store its ratio to the standard model.
 
     The median and the quartiles of ratios to the standard model that runs the same way are stored. If both ways are
-    timed, the ratios of compiled steps to eager ones are stored too. They replace the ratios that were stored before,
-    which may come from another machine.
+    timed, the ratios of compiled steps to eager ones are stored too, and so is the peak memory of an eager step. They
+    replace the ratios that were stored before, which may come from another machine.
 
     Args:
         comparison: The models, and the store of the ratios.
@@ -54,8 +56,17 @@ def measure_costs(comparison: DeclaredComparison, labels: Sequence[str], ways: S
     ratios = {way: {label: ratio((way, label), (way, BASELINE)) for label in eager} for way in ways}
     if set(ways) == set(WAYS):
         ratios["compiled to eager"] = {label: ratio(("compiled", label), ("eager", label)) for label in eager}
+    costs = {"ratios": ratios}
+    if "eager" in ways:
+        peaks = {label: step_bytes(model, steps["eager", label], device)["step"] for label, model in eager.items()}
+        costs["memory"] = {label: round(peak / peaks[BASELINE], 4) for label, peak in peaks.items()}
     with store.update():
-        store.costs = {"ratios": ratios, "made_by": made_by(device)}
+        store.costs = costs | {"made_by": made_by(device)}
+
+
+def memory_of(comparison: DeclaredComparison) -> dict[str, float]:
+    """Return label -> peak memory of a training step (activations and gradients); empty if it was not measured."""
+    return _stored(comparison).get("memory", {})
 
 
 def costs_of(comparison: DeclaredComparison) -> dict[str, dict[str, float]]:
@@ -63,8 +74,10 @@ def costs_of(comparison: DeclaredComparison) -> dict[str, dict[str, float]]:
 
     If none is stored with the runs, those of the experiment that the declaration names are used.
     """
-    costs, other = comparison.store.costs, comparison.experiment.costs
-    if not costs and other:
-        costs = RunStore(ScratchExperiment.load(other), results_file(other)).costs
-    ratios = costs.get("ratios", {})
+    ratios = _stored(comparison).get("ratios", {})
     return {way: {label: ratio["median"] for label, ratio in ratios[way].items()} for way in WAYS if way in ratios}
+
+
+def _stored(comparison: DeclaredComparison) -> dict[str, Any]:
+    costs, other = comparison.store.costs, comparison.experiment.costs
+    return RunStore(ScratchExperiment.load(other), results_file(other)).costs if not costs and other else costs

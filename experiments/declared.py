@@ -70,6 +70,7 @@ class ScratchExperiment:
         bfloat16: Whether to multiply matrices in bfloat16. Weights, norms and sums of outputs stay in float32.
         warmup: Steps of warm-up; `None` for a twentieth of the run.
         costs: The experiment whose measured costs are used where this one has none.
+        runs_of: The experiment that the runs of standard and Block AttnRes were taken from, if they were.
         published: Label -> the loss that the paper reports, minus its baseline (nats/token).
     """
 
@@ -88,6 +89,7 @@ class ScratchExperiment:
     bfloat16: bool = False
     warmup: int | None = None
     costs: str | None = None
+    runs_of: str | None = None
     published: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -117,7 +119,7 @@ class ScratchExperiment:
 
     def setting(self) -> dict[str, Any]:
         """Return what all runs of a results file share, whatever their connections, rates, seeds and tokens."""
-        free = ("connections", "tokens", "sweep_tokens", "rates", "rate", "seeds", "costs", "published")
+        free = ("connections", "tokens", "sweep_tokens", "rates", "rate", "seeds", "costs", "runs_of", "published")
         return {name: value for name, value in asdict(self).items() if name not in free and value is not None}
 
     def steps(self, tokens: int) -> int:

@@ -12,7 +12,7 @@ from attnres.analysis.tables import update_tables
 from attnres.utils.files import atomic_write
 
 from . import store, summary
-from .costs import costs_of
+from .costs import costs_of, memory_of
 from .declared import BASELINE, FROM_SCRATCH, HealingExperiment, ScratchExperiment, names
 from .scratch import DeclaredComparison
 from .store import RunStore
@@ -48,13 +48,13 @@ def write_all() -> None:
     comparisons, tables = stored_comparisons(), {}
     for comparison in comparisons:
         if (shown := comparison.shown()).rates:
-            tables |= scratch_tables(shown, costs_of(comparison))
+            tables |= scratch_tables(shown, costs_of(comparison), memory_of(comparison))
     for experiment, runs in stored_healing():
         tables |= healing_tables(experiment, runs)
     head, *_ = tables_page().read_text(encoding="utf-8").split("\n## ")
     atomic_write(tables_page(), "\n".join([head, *(f"## {name}\n\n{table}\n" for name, table in tables.items())]))
-    # Repetitions have tables, but are no further experiments.
-    first = [c for c in comparisons if c.store.path.stem == c.experiment.name]
+    # Repetitions and taken runs have tables, but are no further experiments.
+    first = [c for c in comparisons if c.store.path.stem == c.experiment.name and not c.experiment.runs_of]
     here, others = summary.leads_of(first), summary.published()
     tables |= {"summary: here": summary.table(here, 1), "summary: others": summary.table(others, 1 + len(here))}
     text = results_page().read_text(encoding="utf-8")

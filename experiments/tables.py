@@ -4,13 +4,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import mean, stdev
+from types import MappingProxyType
 
 import numpy as np
+
+from attnres.configuration import count_parameters
 
 from .declared import BASELINE, HEALING_SEEDS, SELECTION_SEED, HealingExperiment
 from .scratch import DeclaredComparison, ShownRuns
 from .store import RunStore
 
+NOT_MEASURED: Mapping[str, float] = MappingProxyType({})
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # the training loss is shown after these shares of the steps
 
 
@@ -49,30 +53,38 @@ def distance_of_means(rows: Iterable[Sequence[float]]) -> float:
 # From scratch
 
 
-def scratch_tables(shown: ShownRuns, costs: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+def scratch_tables(
+    shown: ShownRuns, costs: Mapping[str, Mapping[str, float]], memory: Mapping[str, float] = NOT_MEASURED
+) -> dict[str, str]:
     """Return all tables of a comparison by their names on a page.
 
     Args:
         shown: The runs.
         costs: Way -> label -> time of a step as a ratio to the standard model.
+        memory: Label -> peak memory of a step as a ratio to the standard model; may be empty.
     """
-    tables = {"result": result_table(shown, costs), "lead": lead_table(shown)}
+    tables = {"result": result_table(shown, costs, memory), "lead": lead_table(shown)}
     if rates := rate_table(shown.comparison):
         tables["rates"] = rates
     return {f"{shown.comparison.store.path.stem}: {name}": table for name, table in tables.items()}
 
 
-def result_table(shown: ShownRuns, costs: Mapping[str, Mapping[str, float]]) -> str:
+def result_table(
+    shown: ShownRuns, costs: Mapping[str, Mapping[str, float]], memory: Mapping[str, float] = NOT_MEASURED
+) -> str:
     """Tabulate held-out losses, and their differences from the standard model within seeds.
 
     Args:
         shown: The runs.
         costs: As in [`scratch_tables`]. Each way adds two columns: the ratio, and the difference at equal time.
+        memory: As in [`scratch_tables`]. It adds two columns: the ratio, and the parameters without the embeddings.
     """
     published = shown.comparison.experiment.published
     head = ["model", "rate", "seeds", "held-out loss", "minus standard"]
     for way in costs:
         head += [f"time of a step, {way}", "minus standard, at equal time"]
+    if memory:
+        head += ["memory of a step", "parameters"]
     rows = [head + (["in the paper"] if published else [])]
     for label, rate in shown.rates.items():
         losses, differences = [run["after"] for run, _ in shown.pairs[label]], shown.differences(label)
@@ -82,6 +94,10 @@ def result_table(shown: ShownRuns, costs: Mapping[str, Mapping[str, float]]) -> 
             cost = ratios.get(label)
             difference = None if is_baseline else at_equal_time(shown, label, cost)
             cells += [f"{cost:.2f}" if cost else "", "" if difference is None else f"{difference:+z.2f}"]
+        if memory:
+            experiment = shown.comparison.experiment
+            parameters = count_parameters(experiment.config(experiment.connections[label])).non_embedding
+            cells += [f"{memory[label]:.2f}" if label in memory else "", f"{parameters:,}"]
         if published:
             cells.append(f"{published[label]:+.3f}" if label in published else "")
         rows.append(cells)

@@ -6,7 +6,7 @@ from importlib.metadata import version
 import pytest
 
 from experiments import store
-from experiments.costs import costs_of, measure_costs
+from experiments.costs import costs_of, measure_costs, memory_of
 from experiments.declared import ScratchExperiment
 from experiments.scratch import DeclaredComparison
 from experiments.store import RunStore
@@ -35,6 +35,7 @@ def test_costs_are_those_of_training_steps(tmp_path):
     assert list(costs) == ["eager", "compiled"]
     for medians in costs.values():
         assert medians["standard"] == 1 and medians["deeper"] > 1.5
+    assert memory_of(comparison)["standard"] == 1 and memory_of(comparison)["deeper"] > 1.5
     assert set(comparison.store.costs["ratios"]["compiled to eager"]) == {"standard", "deeper"}
     assert comparison.store.costs["made_by"]["torch"] == version("torch")
 

@@ -46,6 +46,17 @@ def test_a_difference_that_the_paper_reports_stands_beside_it(tmp_path):
     assert experiment.setting() == SMALL.setting()
 
 
+def test_parameters_stand_beside_the_memory_of_a_step(tmp_path):
+    runs = [(label, 1e-3, 64, 0, 5.0) for label in ("standard", "Full")]
+    comparison = stored(SMALL, tmp_path / "runs.json", runs)
+    head, _, first, second = result_table(comparison.shown(64, RATES), {}, {"standard": 1.0}).splitlines()
+    assert head.endswith("| memory of a step | parameters |")
+    assert first.endswith("| 1.00 | 41,248 |")
+    assert second.endswith(
+        f"|  | {41_248 + (8 + 1) * (32 + 32):,} |"
+    )  # a query and a norm for each sublayer and the output
+
+
 def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
     """Losses on a line in log tokens, 0.5 for each doubling: a step that takes twice as long costs one doubling."""
     runs = [("Full", 1e-3, tokens, 0, 9 - 0.5 * math.log2(tokens)) for tokens in (16, 64, 128)]
