@@ -20,7 +20,7 @@ from attnres import ResidualConfig
 from attnres.analysis.planning import Costs, Device, Job, Layout, Plan, plan_layout
 from attnres.analysis.tables import update_tables
 from attnres.configuration import count_parameters, load
-from attnres.conversion.family import retrofit_config
+from attnres.conversion.family import DEFAULT_CONNECTION, retrofit_config
 from attnres.eval.paper import benchmarks
 
 from .plans import markdown
@@ -105,7 +105,7 @@ def inference_rows() -> Iterator[list[str]]:
     """Yield the memory of reading one prompt and going on from it, in the model's 16 bits."""
     for title, (_, context) in MODELS.items():
         found = plans(title, False)
-        plan, standard = found["attn_res", False].memory, found["standard", False].memory
+        plan, standard = found[DEFAULT_CONNECTION, False].memory, found["standard", False].memory
         whole = sum(standard.values())
         working = plan["activations"] + plan["block states"]
         cells = (size(plan["weights"]), size(plan["caches"]), size(working), size(sum(plan.values())))
@@ -116,13 +116,13 @@ def training_rows() -> Iterator[list[str]]:
     """Yield the memory of a training step on one sequence, whole on one device, and its time."""
     for title, (_, context) in MODELS.items():
         found = plans(title, True)
-        plan, again = found["attn_res", False], found["attn_res", True]
+        plan, again = found[DEFAULT_CONNECTION, False], found[DEFAULT_CONNECTION, True]
         states = sum(plan.memory[part] for part in ("weights", "gradients", "optimizer"))
         row = [title, size(states)]
         for recomputes in (False, True):
             working, plain = (
                 found[name, recomputes].memory["activations"] + found[name, recomputes].memory["block states"]
-                for name in ("attn_res", "standard")
+                for name in (DEFAULT_CONNECTION, "standard")
             )
             row += [size(working), size(working - plain)]
         hours = [each.seconds["compute"] / context * 1e9 / 3600 for each in (plan, again)]
@@ -233,7 +233,9 @@ def time_rows(stored: dict[str, Any]) -> Iterator[list[str]]:
     for count in stored["benchmarks"].values():
         sums.add(Count(**count))
     for title in ("0.6B (Qwen3)", "8B (Llama 3.1)", "`attnres-48b-a3b`"):
-        forward = plans(title, True)["attn_res", False].seconds["compute"] / MODELS[title][1] / 3  # a third of a step
+        forward = (
+            plans(title, True)[DEFAULT_CONNECTION, False].seconds["compute"] / MODELS[title][1] / 3
+        )  # a third of a step
         costs = Costs(configurations(title)[0], Job(1, LONGEST, SERVED * LONGEST, training=False))
         rate = plan_layout(costs, Layout(), H100).tokens_per_second
         hours = sums.shared * forward / 3600, sums.generated / rate / 3600

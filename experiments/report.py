@@ -3,7 +3,7 @@
 `results/TABLES.md` shows every table. `RESULTS.md` shows the tables and figures that its text has a place for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,11 @@ def write(experiment: ScratchExperiment | HealingExperiment, path: Path, tables:
         update_tables(path.with_suffix(".md"), tables)
 
 
+def first_runs(comparisons: Iterable[DeclaredComparison]) -> list[DeclaredComparison]:
+    """Leave out repetitions and runs of another experiment, which have tables but are no further experiments."""
+    return [c for c in comparisons if c.store.path.stem == c.experiment.name and not c.experiment.runs_of]
+
+
 def write_all() -> None:
     """Write all pages and figures of the repository anew."""
     comparisons, tables = stored_comparisons(), {}
@@ -53,9 +58,7 @@ def write_all() -> None:
         tables |= healing_tables(experiment, runs)
     head, *_ = tables_page().read_text(encoding="utf-8").split("\n## ")
     atomic_write(tables_page(), "\n".join([head, *(f"## {name}\n\n{table}\n" for name, table in tables.items())]))
-    # Repetitions and taken runs have tables, but are no further experiments.
-    first = [c for c in comparisons if c.store.path.stem == c.experiment.name and not c.experiment.runs_of]
-    here, others = summary.leads_of(first), summary.published()
+    here, others = summary.leads_of(first_runs(comparisons)), summary.published()
     tables |= {"summary: here": summary.table(here, 1), "summary: others": summary.table(others, 1 + len(here))}
     text = results_page().read_text(encoding="utf-8")
     update_tables(results_page(), {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
