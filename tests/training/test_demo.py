@@ -48,7 +48,7 @@ def error_line(process: subprocess.CompletedProcess) -> str:
 
 @pytest.mark.slow
 def test_the_demo_compares_over_seeds_shows_an_exact_retrofit_and_saves_a_model_that_loads(stories, tmp_path):
-    process = attnres("demo", "--out", "a", "--minutes", 0.14, "--text", stories, cwd=tmp_path)
+    process = attnres("demo", "--out", "a", "--minutes", 0.09, "--text", stories, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert os.listdir(tmp_path) == ["a"]
     assert {p.name for p in (tmp_path / "a").iterdir()} == {
@@ -83,7 +83,7 @@ def test_the_demo_compares_over_seeds_shows_an_exact_retrofit_and_saves_a_model_
     assert any(parameter.any() for name, parameter in model.named_parameters() if name.endswith("res_proj.weight"))
 
     # The same seed gives the same numbers.
-    again = attnres("demo", "--out", "a", "--minutes", 0.14, "--text", stories, "--overwrite", cwd=tmp_path)
+    again = attnres("demo", "--out", "a", "--minutes", 0.09, "--text", stories, "--overwrite", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == results
 
