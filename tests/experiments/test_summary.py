@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from attnres.commands.connections import CONNECTIONS
 from experiments import report, summary
 from experiments.declared import SELECTION_SEED
 from experiments.scratch import DeclaredComparison
@@ -88,3 +89,25 @@ def test_the_pages_count_the_stored_pairs_of_runs():
     assert all(abs(value) < 0.01 for value in dense if value >= -0.01), "the others are ties"
     for page in ("README.md", "docs/results.md"):
         assert f"in {lower} of {len(dense)} pairs of runs" in (root / page).read_text(), page
+
+
+def test_the_list_of_connections_counts_the_experiments_that_each_wins():
+    """The column `lower` of `attnres list connections`, from the stored runs of each connection's first form."""
+    wins: dict[str, dict[tuple[float, ...], bool]] = {}
+    for comparison in report.stored_comparisons():
+        if comparison.store.path.stem != comparison.experiment.name:
+            continue  # a repetition
+        shown, compared = comparison.shown(), set()
+        for label in shown.rates:
+            form = dict(comparison.experiment.connections[label])
+            name = form.pop("residual_connection", "attn_res")
+            is_full = form.pop("attn_res_block_size", None) == 1
+            form.pop("muddformer_way", None)
+            if form or is_full or name in compared or label == "standard":
+                continue
+            compared.add(name)
+            # Two experiments share the runs of some connections, which count once.
+            differences = tuple(shown.differences(label))
+            wins.setdefault(name, {})[differences] = all(difference < 0 for difference in differences)
+    counted = {name: f"{sum(of.values())} of {len(of)}" for name, of in wins.items()}
+    assert {name: connection.lower for name, connection in CONNECTIONS.items() if connection.lower} == counted
