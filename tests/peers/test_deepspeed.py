@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ..training.test_many_devices import PIPES, RUNS, SIZES, YAMLS, assert_same_run, finish
+from ..training.running import ACCELERATE_YAMLS
+from ..training.test_many_devices import PIPES, RUNS, SIZES, assert_same_run, finish
 
 # DeepSpeed's setup imports torch, which is in the environment below.
 REQUIREMENTS = ("--no-build-isolation", "deepspeed==0.19.8")
@@ -19,7 +20,7 @@ REQUIREMENTS = ("--no-build-isolation", "deepspeed==0.19.8")
 def train(python_with, assets) -> Callable[..., str]:
     """Return `train(run, out, is_divided)`, which trains one of `RUNS` and returns the output."""
     python = python_with("deepspeed", *REQUIREMENTS)
-    (config,) = [path for path in YAMLS if path.stem == "zero3"]
+    (config,) = [path for path in ACCELERATE_YAMLS if path.stem == "zero3"]
     source = assets / "checkpoints" / "stories260K-hf"
     text = assets / "corpora" / "tinystories" / "valid.txt"
     launcher = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]

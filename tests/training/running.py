@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+import attnres.configuration
+
+ACCELERATE_YAMLS = sorted(Path(attnres.configuration.__file__).with_name("accelerate").glob("*.yaml"))
 BLOCKS = torch.randint(3, 90, (8, 12), generator=torch.Generator().manual_seed(0))
 
 
