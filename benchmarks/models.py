@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .report import cell, make_table, verdict
-from .shapes import Shape, compared, llama, shapes, token_ids, variants
+from .shapes import EAGER, Shape, compared, llama, shapes, token_ids, variants
 from .timing import Setting, Ways, compare, interleave
 from .workloads import compiled_decoding, decoding, prefill, training_step
 
@@ -45,10 +45,15 @@ def measure(setting: Setting) -> Iterator[dict]:
             for workload, (prepare, calls, times) in WORKLOADS.items():
                 if prepare is compiled_decoding and name != "Llama":
                     continue
+                chosen, connections = models, shape.connections
+                if setting.quick and prepare is compiled_decoding:  # to compile all takes most of a quick run
+                    connections = connections[:1]
+                    others = {prefix + name for prefix in ("", EAGER) for name in shape.connections[1:]}
+                    chosen = {way: model for way, model in models.items() if way not in others}
                 seconds = interleave(
-                    prepare(models, ids), replace(setting, repeats=times * setting.repeats), calls=calls
+                    prepare(chosen, ids), replace(setting, repeats=times * setting.repeats), calls=calls
                 )
-                for connection in shape.connections:
+                for connection in connections:
                     row = {"model": name, "dtype": dtype, "workload": workload, "connection": connection}
                     pairs = {f"{way} / standard": (way, "standard") for way in ("ours", "ours eager", "pseudocode")}
                     yield row | {"tokens": ids.shape[1]} | compare(compared(seconds, connection), pairs)
