@@ -23,9 +23,9 @@ WAYS = ("eager", "compiled")
 def measure_costs(comparison: DeclaredComparison, labels: Sequence[str], ways: Sequence[str] = WAYS) -> None:
     """Time a training step (forward, backward, AdamW) of some connections, and store its ratio to the standard model.
 
-    The median and the quartiles of ratios to the standard model that runs the same way are stored. If both ways are
-    timed, the ratios of compiled steps to eager ones are stored too, and so is the peak memory of an eager step. They
-    replace the ratios that were stored before, which may come from another machine.
+    The median and the quartiles of ratios to the standard model that runs the same way are stored, and the peak memory
+    of an eager step. If both ways are timed, the ratios of compiled steps to eager ones are stored too. All of this
+    replaces what was stored of the timed ways, perhaps on another machine. The ratios of the other way stay.
 
     Args:
         comparison: The models, and the store of the ratios.
@@ -56,12 +56,19 @@ def measure_costs(comparison: DeclaredComparison, labels: Sequence[str], ways: S
     ratios = {way: {label: ratio((way, label), (way, BASELINE)) for label in eager} for way in ways}
     if set(ways) == set(WAYS):
         ratios["compiled to eager"] = {label: ratio(("compiled", label), ("eager", label)) for label in eager}
-    costs = {"ratios": ratios}
+    memory = {}
     if "eager" in ways:
         peaks = {label: step_bytes(model, steps["eager", label], device)["step"] for label, model in eager.items()}
-        costs["memory"] = {label: round(peak / peaks[BASELINE], 4) for label, peak in peaks.items()}
+        memory = {"memory": {label: round(peak / peaks[BASELINE], 4) for label, peak in peaks.items()}}
     with store.update():
-        store.costs = costs | {"made_by": made_by(device)}
+        stored = store.costs
+        kept = {way for way in stored.get("ratios", {}) if way in WAYS and way not in ways}
+        store.costs = {
+            "ratios": {way: stored["ratios"][way] for way in kept} | ratios,
+            "memory": stored.get("memory", {}),
+            **memory,
+            "made_by": {way: stored["made_by"][way] for way in kept} | dict.fromkeys(ways, made_by(device)),
+        }
 
 
 def memory_of(comparison: DeclaredComparison) -> dict[str, float]:

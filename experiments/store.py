@@ -37,7 +37,7 @@ class RunStore:
     Attributes:
         setting: What all runs of the file share, such as the model and the text.
         runs: The stored runs, in the order in which they ended. Each has a `recipe`, a `seed` and measurements.
-        costs: What a training step costs (`ratios`), and the machine that measured it (`made_by`); may be empty.
+        costs: What a training step costs (`ratios`), and the machine that measured each way (`made_by`); may be empty.
 
     Raises:
         ValueError: The file holds runs of another setting.

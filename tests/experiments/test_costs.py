@@ -37,16 +37,23 @@ def test_costs_are_those_of_training_steps(tmp_path):
         assert medians["standard"] == 1 and medians["deeper"] > 1.5
     assert memory_of(comparison)["standard"] == 1 and memory_of(comparison)["deeper"] > 1.5
     assert set(comparison.store.costs["ratios"]["compiled to eager"]) == {"standard", "deeper"}
-    assert comparison.store.costs["made_by"]["torch"] == version("torch")
+    assert {way: made_by["torch"] for way, made_by in comparison.store.costs["made_by"].items()} == dict.fromkeys(
+        ("eager", "compiled"), version("torch")
+    )
 
 
 def test_new_costs_replace_the_stored_ones_and_leave_the_runs(tmp_path, monkeypatch):
-    """Costs of two machines would not be comparable."""
+    """Costs of two machines would not be comparable. Those of the other way have their own standard model."""
     comparison = stored(SMALL, tmp_path / "runs.json", [("standard", 1e-3, 64, 0, 5.0)])
     set_costs(comparison.store, Full=1.5)
+    with comparison.store.update():
+        comparison.store.costs["ratios"]["compiled"] = {"Full": {"median": 1.25}}
+        comparison.store.costs["made_by"] = {"compiled": "another machine", "eager": "an older one"}
     monkeypatch.setattr("experiments.costs.interleave", lambda steps, *_, **__: {step: Timing() for step in steps})
     measure_costs(comparison, ["standard"], ["eager"])
-    assert costs_of(comparison) == {"eager": {"standard": 1.0}}
+    assert costs_of(comparison) == {"eager": {"standard": 1.0}, "compiled": {"Full": 1.25}}
+    origins = comparison.store.costs["made_by"]
+    assert origins["compiled"] == "another machine" and origins["eager"]["torch"] == version("torch")
     assert len(RunStore(SMALL, comparison.store.path).runs) == 1
 
 
