@@ -51,6 +51,9 @@ _TABLE = re.compile(r"<!-- table: (?P<page>[^,]+), (?P<name>.+) -->")
 # A warning in GitHub's form, a quotation that begins with this mark.
 _WARNING = re.compile(r"^> \[!WARNING\]\n((?:>.*\n?)+)", re.MULTILINE)
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
+_CELL = re.compile(r"<td(?P<attributes>[^>]*)>(?P<content>.*?)</td>", re.DOTALL)
+# Numbers that are read together: `[1.02, 1.05]`, `4.20 ± 0.01`, `64 x 1 x 1` and `<= 1.5`.
+_NUMBERS = re.compile(r"\[[-+]?\d[\d.]*, [-+]?\d[\d.]*\]|[-+]?\d[\d.,]*(?: (?:±|x) \d[\d.,]*)+|&[lg]t;= \d[\d.]*")
 
 
 def on_startup(**_: object) -> None:
@@ -111,8 +114,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Remove the brackets around names of the package in docstrings."""
-    return re.sub(r"\[(<code>[^<]+</code>)\]", r"\1", html)
+    """Remove the brackets around names of the package in docstrings, and say where cells of tables must not break."""
+    return _CELL.sub(_unbroken, re.sub(r"\[(<code>[^<]+</code>)\]", r"\1", html))
+
+
+def _unbroken(cell: re.Match) -> str:
+    """Return a cell whose numbers do not break, and which is not narrow if it holds a sentence."""
+    content = _NUMBERS.sub(lambda numbers: numbers[0].replace(" ", "&nbsp;"), cell["content"])
+    prose = ' class="prose"' if len(re.sub("<[^>]*>", "", content)) > 40 else ""
+    return f"<td{cell['attributes']}{prose}>{content}</td>"
 
 
 def _help_of_commands() -> str:

@@ -172,12 +172,12 @@ def rate_table(comparison: DeclaredComparison) -> str:
 
 
 def healing_tables(experiment: HealingExperiment, store: RunStore) -> dict[str, str]:
-    """Return all tables of an experiment of healing by their names on a page."""
+    """Return all tables of an experiment of healing by their names on a page. A sweep without a run has none."""
     tables = {}
     if store.select(selecting=False):
         tables = {"report": _healed(experiment, store), "depth attention": _distances(experiment, store)}
     tables |= {title: _sweep(experiment, store, title) for title in experiment.sweeps}
-    return {f"{store.path.stem}: {name}": table for name, table in tables.items()}
+    return {f"{store.path.stem}: {name}": table for name, table in tables.items() if table}
 
 
 def _healed(experiment: HealingExperiment, store: RunStore) -> str:
@@ -198,7 +198,10 @@ def _healed(experiment: HealingExperiment, store: RunStore) -> str:
 
 
 def _sweep(experiment: HealingExperiment, store: RunStore, title: str) -> str:
-    """Tabulate the recipes of one sweep, against the best standard model of the same length."""
+    """Tabulate the recipes of one sweep, against the best standard model of the same length.
+
+    Return an empty string if none was run.
+    """
     rows = [[title, "loss at step 0", "loss", "minus best standard"]]
     standard = [recipe for sweep in experiment.sweeps.values() for recipe in sweep.values() if recipe.is_baseline]
     for label, recipe in experiment.sweeps[title].items():
@@ -208,7 +211,7 @@ def _sweep(experiment: HealingExperiment, store: RunStore, title: str) -> str:
         losses = [rival["after"] for rival in rivals if rival and math.isfinite(rival["after"])]
         difference = f"{run['after'] - min(losses):+z.4f}" if losses else ""
         rows.append([label, f"{run['before']:.4f}", f"{run['after']:.4f}", difference])
-    return markdown(rows)
+    return markdown(rows) if len(rows) > 1 else ""
 
 
 def _distances(experiment: HealingExperiment, store: RunStore) -> str:

@@ -2,12 +2,13 @@
 
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from experiments import report, store
-from experiments.declared import ScratchExperiment
+from experiments.declared import SELECTION_SEED, ScratchExperiment
 from experiments.store import RunStore
 from experiments.tables import scratch_tables
 
@@ -48,7 +49,9 @@ def test_all_tables_hold_every_stored_run():
         name = comparison.store.path.stem
         assert f"## {name}: result" in text and f"## {name}: lead" in text
     for experiment, runs in report.stored_healing():
-        assert all(f"## {runs.path.stem}: {title}" in text for title in experiment.sweeps)
+        for title, sweep in experiment.sweeps.items():
+            was_run = any(runs.find(asdict(recipe), SELECTION_SEED) for recipe in sweep.values())
+            assert (f"## {runs.path.stem}: {title}\n" in text) == was_run
     stems = {path.stem for path in (ROOT / "experiments" / "results").glob("*.json")}
     assert stems == {line.split(":")[0].removeprefix("## ") for line in text.splitlines() if line.startswith("## ")}
 
