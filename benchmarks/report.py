@@ -13,7 +13,10 @@ from .stored import cell, store, targets_met, verdict
 
 def open_console() -> Console:
     """Return a console with the terminal's width, or wide enough for every table if the output is a file."""
-    return Console() if sys.stdout.isatty() else Console(width=150, color_system=None)
+    # Without markup, since `rich` would take "[quartiles]" for a style and leave it out.
+    if sys.stdout.isatty():
+        return Console(markup=False)
+    return Console(width=150, color_system=None, markup=False)
 
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> Table:
