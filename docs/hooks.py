@@ -52,8 +52,13 @@ _TABLE = re.compile(r"<!-- table: (?P<page>[^,]+), (?P<name>.+) -->")
 _WARNING = re.compile(r"^> \[!WARNING\]\n((?:>.*\n?)+)", re.MULTILINE)
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
 _CELL = re.compile(r"<td(?P<attributes>[^>]*)>(?P<content>.*?)</td>", re.DOTALL)
-# Numbers that are read together: `[1.02, 1.05]`, `4.20 ± 0.01`, `64 x 1 x 1` and `<= 1.5`.
-_NUMBERS = re.compile(r"\[[-+]?\d[\d.]*, [-+]?\d[\d.]*\]|[-+]?\d[\d.,]*(?: (?:±|x) \d[\d.,]*)+|&[lg]t;= \d[\d.]*")
+# Numbers that are read together, and with their unit: `[1.02, 1.05]`, `4.20 ± 0.01`, `64 x 1 x 1`, `<= 1.5` and `2 GB`.
+_NUMBERS = re.compile(
+    r"\[[-+]?\d[\d.]*, [-+]?\d[\d.]*\]"
+    r"|\d[\d.,]*(?: (?:±|x|/|to) [-+]?\d[\d.,]*)+"
+    r"|\d (?:[kKMGT]i?B|ms|us)\b"
+    r"|&[lg]t;= \d[\d.]*"
+)
 
 
 def on_startup(**_: object) -> None:
