@@ -45,17 +45,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         option("--costs", nargs="*", choices=WAYS, help="only time a step of each connection; default both ways")
         option("--device", choices=["cpu", "cuda"], default="cpu", help="where missing runs are made")
         option("--compile", action="store_true", help="make runs with torch.compile; slow to start")
-        option("--connections", nargs="+", metavar="NAME", help="some of the declared ones")
-        option("--seeds", nargs="+", type=int, help="instead of the declared ones")
+        option("--connections", nargs="+", metavar="NAME", help="run only these of the declared connections")
+        option("--seeds", nargs="+", type=int, help="seeds of reported runs, instead of the declared ones")
         option("--rate", type=float, help="learning rate of all connections, instead of a sweep for each")
-        option("--tokens", type=int, help="of a reported run, instead of the declared number")
+        option("--tokens", type=int, help="tokens of a reported run, instead of the declared number")
         option("--keep", type=Path, help="folder for the models of reported runs; default: none are kept")
-    option = add("healing", healing.__doc__.splitlines()[0], run_healing).add_argument
+    option = add("healing", "train a pretrained model on, as it is and as a retrofit", run_healing).add_argument
     option("--checkpoint", type=Path, required=True, help="directory of the pretrained model")
     option("--corpus", type=Path, required=True, help="directory with train.txt and valid.txt")
     option("--groups", nargs="+", metavar="GROUP", help="titles of sweeps, or `report`; default all")
-    add("findings", findings.__doc__.splitlines()[0], lambda options: findings.write())
-    add("report", report.__doc__.splitlines()[0], lambda options: report.write_all())
+    add(
+        "findings",
+        "write the table of analysis/RESULTS.md from the stored inspections",
+        lambda options: findings.write(),
+    )
+    add("report", "write pages and figures from the stored runs", lambda options: report.write_all())
     return parser.parse_args(arguments)
 
 
