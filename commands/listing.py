@@ -44,7 +44,7 @@ def list_names(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """List the names that you can give to commands, configurations and connections with what sets them apart.
+    """List the names that you can give to commands. Configurations and connections are shown with what sets them apart.
 
     attnres list
     attnres list recipes
