@@ -27,11 +27,11 @@ class Listed(StrEnum):
 
 HEADINGS = {
     Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME), with their "
-    "parameters; activated: per token, without the embedding and the output projection, lm_head",
+    "parameters. Activated: those that a token uses, without the embedding and without lm_head, the output projection",
     Listed.recipes: "Recipes (attnres train NAME)",
-    Listed.connections: "Residual connections (attnres convert --residual NAME): whether a retrofit is exact; "
-    "its state, in tensors [batch, seq, hidden]; a training step's time over the standard model's (Llama, d = 512, "
-    "on a CPU); an architecture that has it; its meaning",
+    Listed.connections: "Residual connections (attnres convert --residual NAME). The columns: whether a retrofit is "
+    "exact; the state, in tensors [batch, seq, hidden]; a training step's time over the standard model's (Llama, "
+    "d = 512, on a CPU); an architecture that has it; its meaning. -: none known, or not measured",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
     Listed.backbones: "Backbones of the models that attnres convert takes",
     Listed.implementations: "Implementations of depth attention (from_pretrained(depth_attention_implementation=NAME))",
@@ -51,7 +51,8 @@ def list_names(
     """
     console = Console(highlight=False)
     for listed in [kind] if kind else Listed:
-        console.print(HEADINGS[listed], style="bold", soft_wrap=True, markup=False)
+        # A terminal gets lines that end between words, other programs one line for each heading.
+        console.print(HEADINGS[listed], style="bold", soft_wrap=not console.is_terminal, markup=False)
         if listed in (Listed.configurations, Listed.connections):
             lines = _sizes() if listed == Listed.configurations else list_connections()
             console.print(*(f"  {line}" for line in lines), sep="\n", soft_wrap=True, markup=False)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,17 @@ def test_list_prints_every_name(kind, expected):
     assert heading.startswith(("Backbones", "Configurations", "Residual connections", "Benchmarks", "Implementations"))
     assert [line.split()[0] for line in listed] == list(expected)
     assert kind != "connections" or (max(map(len, listed)) <= 100 and len(listed) < 24)  # one screen
+
+
+def test_headings_of_lists_end_their_lines_between_words_on_a_terminal():
+    def heading(**environment: str) -> list[str]:
+        printed = CliRunner().invoke(app, ["list", "connections"], env=environment).stdout
+        return re.sub(r"\x1b\[\d*m", "", printed).partition("  attn_res")[0].splitlines()
+
+    (whole,) = heading(COLUMNS="80")
+    lines = heading(COLUMNS="80", FORCE_COLOR="1")
+    assert len(lines) > 1 and max(map(len, lines)) <= 80
+    assert " ".join(line.strip() for line in lines) == whole
 
 
 @pytest.mark.slow
