@@ -45,8 +45,8 @@ def attnres(
 ) -> None:
     """Attention Residuals for Transformers.
 
-    attnres list                                  names of recipes, connections, ...
-    attnres convert MODEL my-attnres              put attention residuals into a pretrained model
+    attnres list                        names of recipes, connections, ...
+    attnres convert MODEL my-attnres    retrofit a pretrained model exactly
     attnres train heal model=my-attnres train=text.jsonl out=runs/heal
     attnres eval my-attnres --baseline MODEL --out scores
     attnres inspect MODEL --compare my-attnres --serve

@@ -43,7 +43,10 @@ class Device(StrEnum):
 def bench(
     context: typer.Context,
     only: Annotated[
-        list[BenchPart] | None, typer.Option(help="Measure this part; may be repeated.  [default: all]")
+        list[BenchPart] | None,
+        typer.Option(
+            metavar="PART", help=f"Measure this part; may be repeated: {', '.join(BenchPart)}.  [default: all]"
+        ),
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of PyTorch on the CPU.")] = 2,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement on the CPU, interleaved.")] = 5,

@@ -27,7 +27,7 @@ class Listed(StrEnum):
 
 HEADINGS = {
     Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME), with their "
-    "parameters; activated: per token, without the embedding and the output projection, lm_head",
+    "parameters. Activated: those that a token uses, without the embedding and without lm_head, the output projection",
     Listed.recipes: "Recipes (attnres train NAME)",
     Listed.connections: "Residual connections (attnres convert --residual NAME)",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
@@ -40,7 +40,7 @@ NOTES = {
         "exact: whether a retrofit keeps the model's function. state: in tensors [batch, seq, hidden].",
         "step: time of a training step over the standard model's (Llama, d = 512, on a CPU).",
         "lower: of the experiments here that have it, those in which every seed ended with a lower loss than",
-        "the standard model at equal tokens. used by: architectures, or recipes of others.",
+        "the standard model at equal tokens. used by: architectures, or recipes of others. -: none, or unknown.",
     )
 }
 
@@ -51,14 +51,15 @@ def list_names(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """List the names that you can give to commands, configurations and connections with what sets them apart.
+    """List the names that you can give to commands. Configurations and connections are shown with what sets them apart.
 
     attnres list
     attnres list recipes
     """
     console = Console(highlight=False)
     for listed in [kind] if kind else Listed:
-        console.print(HEADINGS[listed], style="bold", soft_wrap=True, markup=False)
+        # A terminal gets lines that end between words, other programs one line for each heading.
+        console.print(HEADINGS[listed], style="bold", soft_wrap=not console.is_terminal, markup=False)
         if listed in (Listed.configurations, Listed.connections):
             lines = _sizes() if listed == Listed.configurations else list_connections()
             lines = [*(f"  {line}" for line in lines), *NOTES.get(listed, ())]

@@ -44,7 +44,7 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     residual: Annotated[
         Residual,
-        typer.Option(help=f"Residual connection to put in: {describe_connections()}."),
+        typer.Option(metavar="NAME", help=f"Residual connection to put in: {describe_connections()}."),
     ] = DEFAULT_RESIDUAL,
     block_size: Annotated[
         int | None, typer.Option(min=1, help=help_of("block_size", "block size S in sublayers."))
@@ -67,7 +67,7 @@ def convert(
         typer.Option(
             "--set",
             metavar="FIELD=VALUE",
-            help="Set a field of the connection, attention_gate=sdpa, value_residual=standard; may be repeated.",
+            help="Set a field of the connection, or `attention_gate` or `value_residual`; may be repeated.",
         ),
     ] = None,
     to: Annotated[
@@ -101,7 +101,7 @@ def convert(
 
     attnres convert meta-llama/Llama-3.2-1B llama-attnres --num-blocks 8
     attnres convert my-model my-model-hc --residual identity_hc --streams 4
-    attnres convert my-model my-model-gated --set attn_res_gated=true --set attn_res_query=input_dependent
+    attnres convert MODEL gated --set attn_res_gated=true --set attn_res_window=8
     attnres convert llama-attnres regrouped --set-block-size 2
     attnres convert llama-attnres llama-again --to standard
     attnres convert my-k3 my-k3-attnres

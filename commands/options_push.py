@@ -57,7 +57,7 @@ def push(
     first: hf auth login.
 
     attnres push my-attnres me/my-attnres --dry-run
-    attnres push my-attnres me/my-attnres --private --results scores --inspection inspection
+    attnres push my-attnres me/my-attnres --results scores --inspection report
     """
     with loading():
         from attnres.conversion.publishing import UploadOptions, check_repo

@@ -28,12 +28,13 @@ def train(
 ) -> None:
     """Pre-train, heal or fine-tune by a recipe.
 
-    A recipe is a YAML file with the settings of a run. Each key=value changes one of them. The command runs in one
-    process. To use several: accelerate launch -m attnres train RECIPE [key=value]...
+    To heal is to train a retrofitted model until it has adapted. A recipe is a YAML file with the settings of a run.
+    Each key=value changes one of them. The command runs in one process. To use several: accelerate launch -m attnres
+    train RECIPE [key=value]...
 
     attnres train heal model=my-attnres train=text.jsonl out=runs/heal
     attnres train finetune model=my-attnres train=ORG/DATA out=runs/more steps=500
-    attnres train pretrain model=attnres-194m tokenizer=ORG/NAME train=ORG/DATA out=runs/new
+    attnres train pretrain model=attnres-tiny tokenizer=DIR train=FILE out=new
     """
     # Matplotlib draws the loss curve. Without this check, its import fails seconds later and names another extra.
     if missing := next((name for name in ("yaml", "matplotlib") if find_spec(name) is None), None):

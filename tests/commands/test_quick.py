@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,17 @@ def test_list_prints_every_name(kind, expected):
     # The table of connections has titles before its rows, and notes after them, which are not indented.
     rows = [line for line in listed if line.startswith("  ") and line.split() != " ".join(connections.TITLES).split()]
     assert [line.split()[0] for line in rows] == list(expected)
+
+
+def test_headings_of_lists_end_their_lines_between_words_on_a_terminal():
+    def heading(**environment: str) -> list[str]:
+        printed = CliRunner().invoke(app, ["list", "connections"], env=environment).stdout
+        return re.sub(r"\x1b\[\d*m", "", printed).partition("  attn_res")[0].splitlines()
+
+    (whole,) = heading(COLUMNS="80")
+    lines = heading(COLUMNS="80", FORCE_COLOR="1")
+    assert len(lines) > 1 and max(map(len, lines)) <= 80
+    assert " ".join(line.strip() for line in lines) == whole
 
 
 @pytest.mark.slow
