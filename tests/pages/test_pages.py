@@ -177,6 +177,16 @@ def test_blocks_are_of_a_kind_that_is_run_or_shown(page):
         assert block.title or block.language not in ("yaml", "json"), block
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_block_that_can_be_copied_alone_knows_the_models_that_it_loads(page):
+    """The other tests run all blocks of a page in one process. Without the import, a block alone asks to run code."""
+    for block in blocks_of(page):
+        if block.language == "python" and re.search(
+            r"import .*AutoModel[^.]*\n[^`]*AutoModel\w+\.from_pretrained", block.code
+        ):
+            assert re.search(r"^(import|from) attnres|trust_remote_code", block.code, re.MULTILINE), block.code
+
+
 def test_the_tables_hold_what_pages_have():
     commands = [command for page in PAGES for command in commands_of(page)]
     blocks = [block.code for page in PAGES for block in blocks_of(page) if block.language == "python"]
