@@ -40,7 +40,7 @@ NOTES = {
         "exact: whether a retrofit keeps the model's function. state: in tensors [batch, seq, hidden].",
         "step: time of a training step over the standard model's (Llama, d = 512, on a CPU).",
         "lower: of the experiments here that have it, those in which every seed ended with a lower loss than",
-        "the standard model at equal tokens. used by: architectures, or recipes of others. -: none, or unknown.",
+        "the standard model at equal tokens. used by: architectures or recipes. -: none or unknown.",
     )
 }
 

@@ -156,8 +156,8 @@ def test_list_prints_every_name(kind, expected):
 
 def test_headings_of_lists_end_their_lines_between_words_on_a_terminal():
     def heading(**environment: str) -> list[str]:
-        printed = CliRunner().invoke(app, ["list", "connections"], env=environment).stdout
-        return re.sub(r"\x1b\[\d*m", "", printed).partition("  attn_res")[0].splitlines()
+        printed = CliRunner().invoke(app, ["list", "configurations"], env=environment).stdout
+        return re.sub(r"\x1b\[\d*m", "", printed).partition("  attnres-")[0].splitlines()
 
     (whole,) = heading(COLUMNS="80")
     lines = heading(COLUMNS="80", FORCE_COLOR="1")
