@@ -34,7 +34,7 @@ CONNECTIONS: dict[str, Connection] = {
     "frac_connections": Connection("one stream in parts", (), "1", "1.05", ""),
     "highway": Connection("gates of old and new", (), "1", "1.13", "", exact="no"),
     "hyper_connections": Connection("n streams, mixed", ("streams",), "n", "1.16", ""),
-    "identity_hc": Connection("n streams, not mixed", ("streams",), "n", "1.12", "Hy-V4", "1 of 1"),
+    "identity_hc": Connection("n streams, not mixed", ("streams",), "n", "1.12", "Hy-V4", "1 of 2"),
     "mhc": Connection("n streams, Sinkhorn", ("streams",), "n", "1.21", "DeepSeek-V4", "0 of 1"),
     "mhc_lite": Connection("n streams, permutations", ("streams",), "n", "1.19", ""),
     "gated_residual": Connection("n streams, gated", ("streams",), "n", "1.38", "Qwen3.8-Flash-Next", "0 of 1"),
