@@ -126,7 +126,7 @@ def on_page_content(html: str, **_: object) -> str:
 def _unbroken(cell: re.Match) -> str:
     """Return a cell whose numbers do not break, and which is not narrow if it holds a sentence."""
     content = _NUMBERS.sub(lambda numbers: numbers[0].replace(" ", "&nbsp;"), cell["content"])
-    prose = ' class="prose"' if len(re.sub("<[^>]*>", "", content)) > 40 else ""
+    prose = ' class="prose"' if len(re.sub("<[^>]*>", "", cell["content"])) > 28 else ""
     return f"<td{cell['attributes']}{prose}>{content}</td>"
 
 

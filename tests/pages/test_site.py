@@ -107,6 +107,14 @@ def test_tables_of_other_pages_are_whole(site):
 
 
 @pytest.mark.slow
+def test_numbers_of_a_cell_do_not_break(site):
+    for page in ("benchmarks/index.html", "experiments/results/TABLES.html"):
+        cells = re.findall(r"<td[^>]*>(.*?)</td>", (site / page).read_text(encoding="utf-8"), re.DOTALL)
+        assert any("&nbsp;" in cell for cell in cells)
+        assert not any(re.search(r"\d ± \d|\[\S+, \S+\]", cell) for cell in cells)
+
+
+@pytest.mark.slow
 def test_the_reference_of_the_command_line_has_the_help_of_every_command(site):
     text = (site / "reference" / "command_line.html").read_text(encoding="utf-8")
     for name, command in get_command(app).commands.items():
