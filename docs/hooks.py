@@ -1,7 +1,8 @@
 """Add pages of other folders and references from the code to the site, beside the pages of this folder.
 
-Every page has the links that are right in the repository. On the site, `docs/` is the root, pages of other folders lie
-under the names of their folders, and a link to a file that is not on the site becomes plain text.
+Every page has the links that are right in the repository. On the site, `docs/` is the root, and pages of other folders
+lie under the names of their folders. A link to a file that is not on the site leads to the repository, or becomes plain
+text while the repository has no address.
 """
 
 import os
@@ -13,7 +14,7 @@ import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from address import addresses  # mkdocs lets a hook import the modules beside it
+from address import BRANCH, addresses  # mkdocs lets a hook import the modules beside it
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -102,13 +103,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             raise PluginError(f"{here}: table {name!r} not found in {path}. It must stand after `<!-- {name} -->`.")
         return rest.partition("<!-- end -->")[0]
 
+    def in_repository(linked: str, link: re.Match) -> str:
+        if not config.repo_url or link["image"]:
+            return link["text"]
+        kind = "tree" if (ROOT / linked).is_dir() else "blob"
+        return f"[{link['text']}]({config.repo_url}/{kind}/{BRANCH}/{linked}{link['anchor'] or ''})"
+
     def on_the_site(link: re.Match) -> str:
         linked = os.path.relpath(folder / link["path"], ROOT).replace(os.sep, "/")
         target = HOME if linked == "README.md" else linked.removeprefix("docs/")
         if (ROOT / linked).exists() and files.get_file_from_path(target) is None:
             target = f"{target}/README.md"  # a link to a folder
             if files.get_file_from_path(target) is None:
-                return link["text"]
+                return in_repository(linked, link)
         path = posixpath.relpath(target, posixpath.dirname(here) or ".")
         return f"{link['image']}[{link['text']}]({path}{link['anchor'] or ''})"
 

@@ -19,9 +19,14 @@ RELATIVE = r'\]\((?!https:)[^)]+\)|src="(?!https:)[^"]+"'
 # What a process sees of the site's configuration and of the package's metadata.
 CONFIGURATION = """
 from mkdocs.config import load_config
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
 config = load_config("mkdocs.yml")
 config.plugins.run_event("config", config)
 print(config.repo_url, config.repo_name, config.site_url)
+files = config.plugins.run_event("files", Files([]), config=config)
+home = Page(None, files.get_file_from_path("index.md"), config)
+print(config.plugins.run_event("page_markdown", home.file.content_string, page=home, config=config, files=files))
 """
 METADATA = """
 from pathlib import Path
@@ -93,7 +98,9 @@ def test_one_setting_is_the_address_of_everything_and_without_it_nothing_has_one
     (image,) = (link for link in links_of(ROOT / "README.md") if link.endswith(".png"))
     assert f'src="{REPOSITORY}/raw/main/{image}"' in description
     assert re.findall(RELATIVE, description) == []
-    assert python(tree, "-c", CONFIGURATION).split()[-3:] == [REPOSITORY, "lab/attnres", f"{SITE}/"]
+    configuration, home = python(tree, "-c", CONFIGURATION).split("\n", 1)
+    assert configuration.split() == [REPOSITORY, "lab/attnres", f"{SITE}/"]
+    assert f"[Contributing]({REPOSITORY}/blob/main/CONTRIBUTING.md)" in home  # a file that is not on the site
 
     # Writing the same addresses again changes nothing, and without them every file is as before.
     python(tree, "docs/address.py")
