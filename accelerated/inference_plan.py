@@ -119,6 +119,8 @@ def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read
     if torch.is_grad_enabled() or not are_plain(reads):
         return None
     first = reads[0][0].weight
+    if first.device.type != device:
+        return None
     settings = reads[0][0].eps, reads[0][0].scale, reads[0][0].block_size
     weights, key_norm_weights = [], []
     for connection, key_norm, _ in reads:
@@ -127,14 +129,20 @@ def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read
             return None
         weights.append(connection._parameters.get("weight"))
         key_norm_weights.append(key_norm._parameters.get("weight"))
-    shapes = (1, first.shape[-1]), first.shape[-1:]
-    for pair in zip(weights, key_norm_weights):
-        for tensor, shape in zip(pair, shapes):
-            if type(tensor) is not nn.Parameter or tensor.shape != shape or tensor.device != first.device:
-                return None
-    if first.device.type != device:
+    if any(type(tensor) is not nn.Parameter for tensor in (*weights, *key_norm_weights)):
         return None
-    queries = torch.cat(weights).to(torch.float32) * torch.stack(key_norm_weights).to(torch.float32)  # (reads, D)
+    try:
+        # Tensors of several shapes or on several devices raise, or give another shape or device. To compare each one
+        # would take longer than the product.
+        stacked, norms = torch.stack(weights), torch.stack(key_norm_weights)  # (reads, 1, D), (reads, D)
+    except RuntimeError:
+        return None
+    width, number = first.shape[-1], len(reads)
+    if stacked.shape != (number, 1, width) or norms.shape != (number, width):
+        return None
+    if stacked.device != first.device or norms.device != first.device:
+        return None
+    queries = stacked.squeeze(1).to(torch.float32) * norms.to(torch.float32)  # (reads, D)
     return plan_class(reads, queries)
 
 

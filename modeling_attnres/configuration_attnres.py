@@ -4,10 +4,10 @@
 connections and the backbones by name.
 """
 
+import dataclasses
 import difflib
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ CONNECTIONS: dict[str, type[ResidualConnection]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Sublayer:
     """Declaration of one sublayer `v_l = f_l(h_l)` of a decoder layer, between its read and its write.
 
@@ -58,12 +58,14 @@ class Sublayer:
     name: str
     branches: tuple[tuple[str, ...], ...]
     multiplier: str | None = None
+    first: str | None = dataclasses.field(init=False, repr=False, compare=False)
+    """Name of the module, usually a norm, with which all branches begin; `None` if there is no such module."""
 
-    @property
-    def first(self) -> str | None:
-        """Name of the module, usually a norm, with which all branches begin; `None` if there is no such module."""
+    def __post_init__(self) -> None:
+        """Set `first` once, because each read of a pass takes it."""
         first = self.branches[0][0]
-        return first if all(len(branch) > 1 and branch[0] == first for branch in self.branches) else None
+        is_shared = all(len(branch) > 1 and branch[0] == first for branch in self.branches)
+        object.__setattr__(self, "first", first if is_shared else None)
 
 
 Sublayers = tuple[Sublayer, ...]

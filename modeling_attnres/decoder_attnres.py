@@ -125,6 +125,9 @@ class DepthReader:
 
     def __init__(self, model: "ResidualModel | None" = None, plan: Any = None):
         self.model, self.plan = model, plan
+        if model is not None:
+            # Once per pass: in decoding, the caches are cold at each layer, and a look at the configuration is slow.
+            self.last = min(model.config.num_hidden_layers, len(model.layers)) - 1  # early exit runs fewer
 
     def read(self, owner: nn.Module, name: str, state: DepthState, first: str | None = None) -> tuple[Any, ...]:
         """Read the input of a sublayer.
@@ -142,9 +145,10 @@ class DepthReader:
         Raises:
             TypeError: an adapter wraps the connection or its norm.
         """
-        connection, norm = getattr(owner, f"{name}_proj"), getattr(owner, f"{name}_norm", None)
+        connection = getattr(owner, f"{name}_proj")
         if self.plan is not None and not torch.compiler.is_compiling():
             return self.plan.read(connection, state)
+        norm = getattr(owner, f"{name}_norm", None)
         if hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer"):
             raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
         is_normed = connection.takes_norm and first is not None
@@ -159,10 +163,7 @@ class DepthReader:
             layer_idx: index of the layer that has just ended.
             state: the state after it.
         """
-        if self.model is None:
-            return state
-        last = min(self.model.config.num_hidden_layers, len(self.model.layers)) - 1  # early exit runs fewer
-        if layer_idx != last:
+        if self.model is None or layer_idx != self.last:
             return state
         return self.read(self.model, "output_attn_res", unpack_values(state)[0])[0]
 

@@ -113,10 +113,26 @@ def to_meta(module: nn.Module) -> None:
     module.to("meta")
 
 
+def widen(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.zeros(*module.weight.shape[:-1], WIDTH + 1))
+
+
+def add_row(module: nn.Module) -> None:
+    module.weight = nn.Parameter(torch.zeros(2, WIDTH))
+
+
+def use_a_plain_tensor(module: nn.Module) -> None:
+    del module._parameters["weight"]
+    module.weight = torch.zeros(WIDTH)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("place", [0, 4, -1])
 @pytest.mark.parametrize("part", [0, 1], ids=["connection", "key norm"])
-@pytest.mark.parametrize("change", [watch, watch_before, replace_forward, nn.Module.compile, to_meta])
+@pytest.mark.parametrize(
+    "change",
+    [watch, watch_before, replace_forward, nn.Module.compile, to_meta, widen, add_row, use_a_plain_tensor],
+)
 def test_there_is_no_plan_if_a_connection_or_key_norm_does_more_than_its_class(place, part, change):
     reads = decoder()
     assert IMPLEMENTATION.inference_plan(reads) is not None
