@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.padding import Padding
 
-from attnres.utils.packaged import configuration_names, recipe_names
+from attnres.utils.packaged import configuration_names, recipe_names, recipe_path
 
 from .choices import Debug
 from .connections import list_connections
@@ -51,7 +51,7 @@ def list_names(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """List the names that you can give to commands. Configurations and connections are shown with what sets them apart.
+    """List the names that you can give to commands. Recipes, configurations and connections are described.
 
     attnres list
     attnres list recipes
@@ -60,9 +60,8 @@ def list_names(
     for listed in [kind] if kind else Listed:
         # A terminal gets lines that end between words, other programs one line for each heading.
         console.print(HEADINGS[listed], style="bold", soft_wrap=not console.is_terminal, markup=False)
-        if listed in (Listed.configurations, Listed.connections):
-            lines = _sizes() if listed == Listed.configurations else list_connections()
-            lines = [*(f"  {line}" for line in lines), *NOTES.get(listed, ())]
+        if listed in TABLES:
+            lines = [*(f"  {line}" for line in TABLES[listed]()), *NOTES.get(listed, ())]
             console.print(*lines, sep="\n", soft_wrap=True, markup=False)
         elif console.is_terminal:
             console.print(Padding("  ".join(_names(listed)), (0, 0, 1, 2)))
@@ -91,6 +90,16 @@ def _sizes() -> list[str]:
     return lines
 
 
+def _recipes() -> list[str]:
+    """Return a line for each recipe: its name, and the first line of its file, a comment that says its purpose."""
+    names = recipe_names()
+    width = max(map(len, names))
+    return [f"{name:{width}}  {recipe_path(name).read_text('utf-8').splitlines()[0].lstrip('# ')}" for name in names]
+
+
+TABLES = {Listed.recipes: _recipes, Listed.connections: list_connections, Listed.configurations: _sizes}
+
+
 def _short(number: int) -> str:
     """Return a count in millions, billions or trillions, with three digits or more."""
     if number >= 1e12:
@@ -99,9 +108,7 @@ def _short(number: int) -> str:
 
 
 def _names(kind: Listed) -> tuple[str, ...]:
-    """Return the names of any kind except configurations and connections."""
-    if kind == Listed.recipes:
-        return recipe_names()
+    """Return the names of a kind without a table."""
     if kind == Listed.tasks:
         from attnres.eval.benchmarks import benchmarks
 

@@ -18,6 +18,7 @@ from attnres.configuration import names
 from attnres.conversion.family import DEFAULT_CONNECTION, retrofit_options
 from attnres.eval.benchmarks import benchmarks
 from attnres.utils import hub
+from attnres.utils.packaged import recipe_names
 
 ATTNRES = Path(sys.executable).with_name("attnres")
 HEAVY = {"torch", "transformers", "numpy", "datasets", "lm_eval", "matplotlib", "attnres.family"}
@@ -138,6 +139,7 @@ def test_the_table_of_connections_matches_the_registry():
 @pytest.mark.parametrize(
     "kind, expected",
     [
+        ("recipes", recipe_names()),
         ("backbones", BACKBONES),
         ("configurations", names()),
         ("connections", CONNECTIONS | PRESETS),
@@ -147,11 +149,14 @@ def test_the_table_of_connections_matches_the_registry():
 )
 def test_list_prints_every_name(kind, expected):
     heading, *listed = CliRunner().invoke(app, ["list", kind]).stdout.splitlines()
-    assert heading.startswith(("Backbones", "Configurations", "Residual connections", "Benchmarks", "Implementations"))
+    assert heading.startswith(
+        ("Recipes", "Backbones", "Configurations", "Residual connections", "Benchmarks", "Implementations")
+    )
     assert kind != "connections" or (max(map(len, listed)) <= 100 and len(listed) < 24)  # one screen
     # The table of connections has titles before its rows, and notes after them, which are not indented.
     rows = [line for line in listed if line.startswith("  ") and line.split() != " ".join(connections.TITLES).split()]
     assert [line.split()[0] for line in rows] == list(expected)
+    assert kind != "recipes" or all(len(line.split()) > 4 for line in rows)  # its purpose
 
 
 def test_headings_of_lists_end_their_lines_between_words_on_a_terminal():
