@@ -25,9 +25,9 @@ def set_costs(runs: RunStore, **medians: float) -> None:
 
 @pytest.mark.slow
 def test_costs_are_those_of_training_steps(tmp_path):
-    """A model with four times the layers takes longer than the standard model."""
-    deeper = {"residual_connection": "standard", "num_hidden_layers": 4 * SMALL.model["num_hidden_layers"]}
-    experiment = replace(SMALL, connections={"standard": {"residual_connection": "standard"}, "deeper": deeper})
+    """A model with eight times the layers takes longer than the standard model."""
+    standard = {"residual_connection": "standard", "num_hidden_layers": 1}
+    experiment = replace(SMALL, connections={"standard": standard, "deeper": standard | {"num_hidden_layers": 8}})
     comparison = DeclaredComparison(experiment, RunStore(experiment, tmp_path / "new" / "runs.json"))
     assert costs_of(comparison) == {}
     measure_costs(comparison, list(experiment.connections))

@@ -160,7 +160,7 @@ def test_a_file_of_runs_that_cannot_be_written_is_found_before_training(data, tm
 
 @pytest.mark.slow
 def test_a_compiled_run_is_the_same_run(data, tmp_path):
-    connection = {"residual_connection": "identity_hc"}
+    connection = {"residual_connection": "identity_hc", "num_hidden_layers": 1}
     run = planned(connection, 1e-3, 256, 0)
     eager, compiled = (measured(SMALL, data, run, tmp_path, compiled=way) for way in (False, True))
     assert compiled["compiled"] and "compiled" not in eager
