@@ -8,8 +8,7 @@
 
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
-# Python compiles the files that it imports. To compile all of them here would take most of a minute more.
-INSTALL = $(PIP) install --no-compile --constraint constraints.txt
+INSTALL = $(PIP) install --constraint constraints.txt
 
 .PHONY: demo check test lint docs notebooks address serving engines suite versions clean
 demo: .venv/demo.installed
