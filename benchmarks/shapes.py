@@ -77,9 +77,8 @@ def tiny_kimi_linear() -> PreTrainedConfig:
 def shapes(quick: bool) -> dict[str, Shape]:
     """Return the shapes to measure, by name."""
     if quick:
-        connections = ("Block S=4", "Full")
-        small = {"Llama": llama(width=64, layers=2), "Kimi Linear": tiny_kimi_linear()}
-        return {name: Shape(config, connections) for name, config in small.items()}
+        shape = Shape(tiny_kimi_linear(), ("Block S=4", "Full"))
+        return {"Llama": Shape(llama(width=64, layers=2)), "Kimi Linear": shape}
     return {"Llama": Shape(llama()), "Kimi Linear": Shape(kimi_linear(), ("Block S=4", "Full"))}
 
 

@@ -59,14 +59,13 @@ def measure_costs(comparison: DeclaredComparison, labels: Sequence[str], ways: S
     memory = {}
     if "eager" in ways:
         peaks = {label: step_bytes(model, steps["eager", label], device)["step"] for label, model in eager.items()}
-        memory = {"memory": {label: round(peak / peaks[BASELINE], 4) for label, peak in peaks.items()}}
+        memory = {label: round(peak / peaks[BASELINE], 4) for label, peak in peaks.items()}
     with store.update():
         stored = store.costs
         kept = {way for way in stored.get("ratios", {}) if way in WAYS and way not in ways}
         store.costs = {
             "ratios": {way: stored["ratios"][way] for way in kept} | ratios,
-            "memory": stored.get("memory", {}),
-            **memory,
+            "memory": memory or stored.get("memory", {}),
             "made_by": {way: stored["made_by"][way] for way in kept} | dict.fromkeys(ways, made_by(device)),
         }
 
