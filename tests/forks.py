@@ -11,12 +11,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["attnres", "attnres.conversion", "attnres.training.train", "attnres.commands.app"])
+_FORKS.set_forkserver_preload(
+    ["attnres", "attnres.conversion", "attnres.training.train", "attnres.commands.app", "numba"]
+)
 
 
 def run(
@@ -55,6 +58,69 @@ def launch(
     return _run([*map(str, arguments)], None, ranks(env, processes), timeout)
 
 
+class Fork:
+    """A command that runs in a fork, with the part of `subprocess.Popen` that tests of signals need.
+
+    Args:
+        words: As of [`run`].
+        cwd: Folder to run in.
+        env: Its environment.
+
+    Attributes:
+        pid: Number of the process.
+        stdout: Its output, to read line by line.
+    """
+
+    def __init__(self, words: list[str], cwd: Path, env: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._errors = Path(self._folder.name, "errors")
+        self._errors.touch()
+        output, written = multiprocessing.connection.Pipe(duplex=False)
+        self._process = _process(words, cwd, env, [written, self._errors])
+        self._process.start()
+        written.close()  # the fork has the other end, so that its end is the end of the output
+        self.pid, self.stdout = self._process.pid, os.fdopen(os.dup(output.fileno()))
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, -N after signal N, or `None` while the fork runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Return the rest of the output, and all errors, when the fork has ended; after `timeout` seconds, kill it."""
+        limit = threading.Timer(timeout, self.kill)
+        limit.start()
+        try:
+            output = self.stdout.read()
+            self._process.join()
+        finally:
+            limit.cancel()
+        return output, self._errors.read_text()
+
+    def __enter__(self) -> "Fork":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self.stdout.close()
+        self._folder.cleanup()
+
+
+def start(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] = os.environ) -> Fork:
+    """Start `python ARGUMENTS` in a fork, to send signals to; the arguments are those of [`run`]."""
+    return Fork([*map(str, arguments)], cwd or Path.cwd(), env)
+
+
 def ranks(env: Mapping[str, str], processes: int) -> list[dict[str, str]]:
     """Return the environments of the ranks of `torchrun`, on a free port."""
     with socket.socket() as free:
@@ -76,8 +142,7 @@ def _run(
             files = [Path(folder, f"{name}{number}") for name in ("output", "errors")]
             for file in files:
                 file.touch()
-            given = {"words": words, "cwd": str(cwd or Path.cwd()), "environment": environment, "files": files}
-            processes.append(_FORKS.Process(target=runpy.run_path, args=(__file__, {"given": given}, "fork")))
+            processes.append(_process(words, cwd or Path.cwd(), environment, files))
             streams.append(files)
         for process in processes:
             process.start()
@@ -92,6 +157,14 @@ def _run(
         failed = [process.exitcode for process in processes if process.exitcode]
         output, errors = ("".join(file.read_text() for file in files) for files in zip(*streams))
         return subprocess.CompletedProcess(words, failed[0] if failed else 0, output, errors)
+
+
+def _process(
+    words: list[str], cwd: Path, env: Mapping[str, str], files: Sequence[Path | multiprocessing.connection.Connection]
+) -> multiprocessing.process.BaseProcess:
+    """Return a process that runs a command, whose output and errors go into two files or pipes."""
+    given = {"words": words, "cwd": str(cwd), "environment": dict(env), "files": files}
+    return _FORKS.Process(target=runpy.run_path, args=(__file__, {"given": given}, "fork"))
 
 
 def _wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout: float) -> None:
@@ -110,11 +183,16 @@ def _wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout: flo
                 process.terminate()
 
 
-def _become(words: list[str], cwd: str, environment: dict[str, str], files: list[Path]) -> None:
+def _become(
+    words: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    files: Sequence[Path | multiprocessing.connection.Connection],
+) -> None:
     """Do as the interpreter that is started with these words."""
     gc.freeze()  # what was imported before the fork is no garbage: looking for some there takes long
     for number, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND) if isinstance(file, Path) else file.fileno(), number)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
