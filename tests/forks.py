@@ -17,9 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    ["attnres", "attnres.conversion", "attnres.training.train", "attnres.commands.app", "numba"]
-)
+_FORKS.set_forkserver_preload(["attnres", "attnres.conversion", "attnres.training.train", "attnres.commands.app"])
 
 
 def run(

@@ -5,9 +5,11 @@ model is 1e-6, which the release has for the norms of delta attention and of ful
 """
 
 import base64
+import functools
 import json
 import re
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,14 @@ def configuration(**changes: Any) -> AttnResKimiK3Config:
     return AttnResKimiK3Config.from_dict(fields)
 
 
-def trained(config: AttnResKimiK3Config) -> AttnResKimiK3ForCausalLM:
+def trained(**changes: Any) -> AttnResKimiK3ForCausalLM:
     """A model after some steps of training, on sequences that count in steps of different length."""
+    return deepcopy(_trained(tuple(changes.items())))
+
+
+@functools.cache
+def _trained(changes: tuple[tuple[str, Any], ...]) -> AttnResKimiK3ForCausalLM:
+    config = configuration(**dict(changes))
     torch.manual_seed(0)
     model = AttnResKimiK3ForCausalLM(config)
     for name, tensor in model.state_dict().items():
@@ -114,9 +122,13 @@ def as_logits(text: str) -> Tensor:
 
 
 @torch.no_grad()
-def largest_difference(model: AttnResKimiK3ForCausalLM, logits: list[Tensor]) -> float:
-    """The largest difference between the model's logits and others, as a part of the model's largest logit."""
-    expected = torch.cat([model(prompt).logits[0] for prompt in prompts()])
+def logits_of(model: AttnResKimiK3ForCausalLM) -> Tensor:
+    """The logits `[seq, vocab]` of all prompts, one after another."""
+    return torch.cat([model(prompt).logits[0] for prompt in prompts()])
+
+
+def largest_difference(expected: Tensor, logits: list[Tensor]) -> float:
+    """The largest difference between a model's logits and others, as a part of the model's largest logit."""
     return float((torch.cat(logits) - expected).abs().max() / expected.abs().max())
 
 
@@ -129,7 +141,7 @@ def greedy_tokens(model: AttnResKimiK3ForCausalLM) -> list[list[int]]:
 @pytest.mark.parametrize("variant", [*VARIANTS, "text model alone", "packed experts", "bfloat16"])
 def test_llama_cpp_computes_the_same_logits_and_tokens_from_the_saved_files(run_llama_cpp, tmp_path, variant):
     folder = tmp_path / "model"
-    model = trained(configuration(**VARIANTS.get(variant, {})))
+    model = trained(**VARIANTS.get(variant, {}))
     if variant == "text model alone":
         model.config.checkpoint_layout = "text"
     model.save_pretrained(folder)
@@ -141,7 +153,7 @@ def test_llama_cpp_computes_the_same_logits_and_tokens_from_the_saved_files(run_
     model = AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     ((logits, tokens),) = run_llama_cpp(tmp_path / "model.gguf")
-    assert largest_difference(model, logits) < TOLERANCE
+    assert largest_difference(logits_of(model), logits) < TOLERANCE
     assert tokens == greedy_tokens(model)
 
 
@@ -165,14 +177,14 @@ ALTERATIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 def test_the_comparison_notices_each_alteration_of_the_metadata(run_llama_cpp, tmp_path):
     folder = tmp_path / "model"
-    trained(configuration(**WITHOUT_NORM)).save_pretrained(folder)
+    trained(**WITHOUT_NORM).save_pretrained(folder)
     files = [tmp_path / f"{i}.gguf" for i in range(len(ALTERATIONS))]
     for file, changes in zip(files, ALTERATIONS.values(), strict=True):
         write_gguf(folder, file, **changes)
-    model = AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = logits_of(AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
     logits = [logits for logits, _ in run_llama_cpp(*files, new_tokens=0)]
-    differences = dict(zip(ALTERATIONS, (largest_difference(model, of_file) for of_file in logits), strict=True))
+    differences = dict(zip(ALTERATIONS, (largest_difference(expected, of_file) for of_file in logits), strict=True))
     assert min(differences.values()) > 10 * TOLERANCE, differences
 
 
@@ -192,15 +204,15 @@ def with_noise(kind: str) -> Callable[[str, Tensor], Tensor]:
 @pytest.mark.slow
 def test_the_comparison_notices_each_kind_of_tensor_but_the_depth_query_of_the_first_layer(run_llama_cpp, tmp_path):
     folder = tmp_path / "model"
-    trained(configuration()).save_pretrained(folder)
+    trained().save_pretrained(folder)
     kinds = sorted({kind_of(name.removeprefix("language_model.")) for name in load_file(folder / "model.safetensors")})
     files = [tmp_path / f"{i}.gguf" for i in range(len(kinds))]
     for file, kind in zip(files, kinds, strict=True):
         write_gguf(folder, file, with_noise(kind))
-    model = AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = logits_of(AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
     logits = [logits for logits, _ in run_llama_cpp(*files, new_tokens=0)]
-    differences = dict(zip(kinds, (largest_difference(model, of_file) for of_file in logits), strict=True))
+    differences = dict(zip(kinds, (largest_difference(expected, of_file) for of_file in logits), strict=True))
     unnoticed = {kind for kind, difference in differences.items() if difference < 10 * TOLERANCE}
     assert unnoticed == {kind for kind in kinds if kind.startswith("model.layers.0.self_attention_res_")}
     for file in files:  # a quarter of a gigabyte
@@ -209,11 +221,11 @@ def test_the_comparison_notices_each_kind_of_tensor_but_the_depth_query_of_the_f
 
 @pytest.mark.slow
 def test_the_comparison_notices_a_model_whose_blocks_count_sublayers(run_llama_cpp, tmp_path, monkeypatch):
-    trained(configuration()).save_pretrained(tmp_path / "model")
+    trained().save_pretrained(tmp_path / "model")
     write_gguf(tmp_path / "model", tmp_path / "model.gguf")
     monkeypatch.setattr(AttnResKimiK3Config, "attn_res_block_unit", 1)
     model = AttnResKimiK3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
 
     ((logits, tokens),) = run_llama_cpp(tmp_path / "model.gguf")
-    assert largest_difference(model, logits) > 1000 * TOLERANCE
+    assert largest_difference(logits_of(model), logits) > 1000 * TOLERANCE
     assert tokens != greedy_tokens(model)
