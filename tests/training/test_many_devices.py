@@ -87,9 +87,9 @@ def options_of(config: str, processes: int = 2) -> list[str]:
     return [*options, "--main_process_port", "0"]
 
 
-def launch(arguments: list[str], config: str = "ddp", processes: int = 2) -> subprocess.Popen:
-    """Start processes as a user does."""
-    launcher = ["-m", "accelerate.commands.launch", *options_of(config, processes), "-m", "attnres_cli"]
+def launch(arguments: list[str]) -> subprocess.Popen:
+    """Start two processes as a user does."""
+    launcher = ["-m", "accelerate.commands.launch", *options_of("ddp"), "-m", "attnres_cli"]
     return subprocess.Popen([sys.executable, *launcher, "train", *arguments], env=ON_CPUS, **PIPES)
 
 
