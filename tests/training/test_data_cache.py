@@ -5,8 +5,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 from attnres.training.encoding import Encoder
 from attnres.training.text import train_tokenizer
 
+from .. import forks
 from .blocks import WORDS, cut, load, rows, some_texts, stream_of, write
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -163,10 +162,9 @@ def test_a_file_that_is_removed_while_it_is_read_is_named(tokenizer, monkeypatch
         load("a.jsonl", tokenizer)
 
 
-def _start(tokenizer, how: str) -> subprocess.Popen:
+def _start(tokenizer, how: str) -> forks.Fork:
     tokenizer.save_pretrained("tokenizer")
-    command = [sys.executable, str(SESSION), "a.jsonl", "tokenizer", "cache", "log", how]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return forks.start(SESSION, "a.jsonl", "tokenizer", "cache", "log", how)
 
 
 def _digest(blocks) -> str:
@@ -176,9 +174,9 @@ def _digest(blocks) -> str:
 @pytest.mark.slow
 def test_one_of_two_processes_builds_the_cache_and_both_have_the_same_blocks(tokenizer):
     write("a.jsonl", some_texts(2000))
-    processes = [_start(tokenizer, "slow") for _ in range(2)]
-    outputs = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    with _start(tokenizer, "slow") as first, _start(tokenizer, "slow") as second:
+        outputs = [process.communicate(timeout=300) for process in (first, second)]
+        assert [process.returncode for process in (first, second)] == [0, 0], outputs
     assert Path("log").read_text() == "tokenised\n"
     expected = _digest(load("a.jsonl", tokenizer, 32, seed=5, cache="another cache"))
     assert [output for output, _ in outputs] == [f"{expected}\n"] * 2
@@ -187,9 +185,9 @@ def test_one_of_two_processes_builds_the_cache_and_both_have_the_same_blocks(tok
 @pytest.mark.slow
 def test_a_cache_that_a_killed_process_left_incomplete_is_never_used(tokenizer):
     write("a.jsonl", some_texts(2000))
-    killed = _start(tokenizer, "die")
-    killed.communicate(timeout=300)
-    assert killed.returncode == -9
+    with _start(tokenizer, "die") as killed:
+        killed.communicate(timeout=300)
+        assert killed.returncode == -9
     assert list(Path("cache").glob("tokens-*.partial/tokens.arrow"))
     expected = _digest(load("a.jsonl", tokenizer, 32, seed=5, cache="another cache"))
     assert _digest(load("a.jsonl", tokenizer, 32, seed=5)) == expected

@@ -6,7 +6,6 @@ import re
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from .. import forks
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n<|endoftext|>\n".join(python_sources(150_000)))
+    path.write_text("\n<|endoftext|>\n".join(python_sources(60_000)))
     return path
 
 
@@ -30,7 +29,7 @@ def stories(assets, tmp_path) -> Path:
     """Return a text that is the same for every Python, so that the few steps of a test have the same result."""
     path = tmp_path.with_name(f"{tmp_path.name}-text") / "stories.txt"
     path.parent.mkdir()
-    path.write_text((assets / "corpora" / "tinystories" / "valid.txt").read_text()[:150_000])
+    path.write_text((assets / "corpora" / "tinystories" / "valid.txt").read_text()[:60_000])
     return path
 
 
@@ -158,15 +157,14 @@ def test_bad_usage_exits_with_2(arguments, tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_nothing_behind(text, tmp_path):
-    command = [sys.executable, "-m", "attnres_cli", "demo", "--text", str(text)]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not os.listdir(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert os.listdir(tmp_path), "the demo did not begin to write"
-    time.sleep(3)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    with forks.start("-m", "attnres_cli", "demo", "--text", text, cwd=tmp_path) as process:
+        deadline = time.monotonic() + 120
+        while not os.listdir(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert os.listdir(tmp_path), "the demo did not begin to write"
+        time.sleep(3)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGINT
     assert "Traceback" not in error
     assert os.listdir(tmp_path) == []

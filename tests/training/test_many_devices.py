@@ -29,7 +29,7 @@ FEW = "held_out_sequences=8"  # most of the time would go into held-out losses
 TP = "tensor_parallel"
 # A hybrid with balanced experts, from scratch and from a published layout; Kimi K3; and a retrofit, with tied weights.
 RUNS = {
-    "scratch": ("pretrain", "model=attnres-tiny", "config={{num_hidden_layers: 4}}", "tokenizer={source}"),
+    "scratch": ("pretrain", "model=attnres-tiny", "config={{num_hidden_layers: 4}}", "tokenizer={source}", FEW),
     "hybrid": ("pretrain", "model={hybrid}", FEW),
     "kimi_k3": ("pretrain", "model={kimi_k3}", FEW),
     "retrofit": ("heal", "model={source}", "retrofit={{block_size: 2}}", "residual_alone=0.5", FEW),
@@ -87,9 +87,9 @@ def options_of(config: str, processes: int = 2) -> list[str]:
     return [*options, "--main_process_port", "0"]
 
 
-def launch(arguments: list[str], config: str = "ddp", processes: int = 2) -> subprocess.Popen:
-    """Start processes as a user does."""
-    launcher = ["-m", "accelerate.commands.launch", *options_of(config, processes), "-m", "attnres_cli"]
+def launch(arguments: list[str]) -> subprocess.Popen:
+    """Start two processes as a user does."""
+    launcher = ["-m", "accelerate.commands.launch", *options_of("ddp"), "-m", "attnres_cli"]
     return subprocess.Popen([sys.executable, *launcher, "train", *arguments], env=ON_CPUS, **PIPES)
 
 
@@ -111,6 +111,14 @@ def environment_of(config: str, processes: int) -> dict[str, str]:
         arguments = [*options_of(config, processes), "-m", "attnres_cli"]
         options, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
         return prepare_multi_gpu_env(options)
+
+
+def run_until(path: Path, arguments: list[str]) -> None:
+    """Run two processes in forks, and kill both when they have made a file or folder."""
+    words = ("-m", "attnres_cli", "train", *arguments)
+    first, second = (forks.start(*words, env=rank) for rank in forks.ranks(environment_of("ddp", 2), 2))
+    with first, second:
+        wait_for(path, first)
 
 
 def run_to_the_end(arguments: list[str], processes: int = 2) -> str:
@@ -220,12 +228,10 @@ def test_a_run_of_two_processes_that_is_stopped_resumes_bit_for_bit(distributed,
     assert_same_run(expected, single("scratch"))
 
     command = arguments("scratch", stopped, *distributed)
-    process = launch(command)
     if stop == "a kill":
-        wait_for(stopped / "checkpoint-3", process)
-        kill(process)
-        process.communicate()
+        run_until(stopped / "checkpoint-3", command)
     else:
+        process = launch(command)
         while not (line := process.stdout.readline()).startswith("step 4:"):
             assert line
         second = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
@@ -394,17 +400,26 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
 
 @pytest.mark.slow
 def test_an_error_of_one_process_is_reported_without_the_lost_connection_of_the_other(arguments, tmp_path):
-    _, errors = finish(launch(arguments("retrofit", tmp_path / "out", "retrofit={block_size: 0}")), code=1)
-    assert "attnres: `retrofit` of the recipe is {'block_size': 0}: " in errors
-    assert "unforeseen" not in errors and "gloo" not in errors
+    """Without a launcher, which would end the other process before it notices."""
+    command = ("-m", "attnres_cli", "train", *arguments("retrofit", tmp_path / "out", "retrofit={block_size: 0}"))
+    ranks = forks.ranks(environment_of("ddp", 2), 2)
+    with ThreadPoolExecutor() as threads:
+        ends = [threads.submit(forks.run, *command, env=rank, timeout=200) for rank in ranks]
+    assert [end.result().returncode for end in ends] == [1, 1]
+    first, second = (end.result().stderr for end in ends)
+    assert "attnres: `retrofit` of the recipe is {'block_size': 0}: " in first
+    assert second == "attnres: another process of this run has ended; see its message.\n"
+    assert "unforeseen" not in first and "gloo" not in first
 
 
 @pytest.mark.slow
 def test_a_division_that_accelerate_would_ignore_is_refused(arguments, tmp_path):
     """When told to divide a model among CPUs, accelerate trains a whole model in each process."""
-    _, errors = finish(launch(arguments("retrofit", tmp_path / "out"), "fsdp2"), code=1)
-    assert "attnres: accelerate was told to divide the model by FSDP, but cannot do so here" in errors
-    assert "ddp.yaml" in errors and "distributed={fsdp_size: N}" in errors
+    command = ("-m", "attnres_cli", "train", *arguments("retrofit", tmp_path / "out"))
+    done = forks.launch(*command, env=environment_of("fsdp2", 2))
+    assert done.returncode == 1
+    assert "attnres: accelerate was told to divide the model by FSDP, but cannot do so here" in done.stderr
+    assert "ddp.yaml" in done.stderr and "distributed={fsdp_size: N}" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnres import AttnResLlamaForCausalLM
 from attnres.conversion import retrofit
 from attnres.training.data import DataSpec, load_blocks
+from attnres.training.prepare import prepare_data
+from attnres.training.recipe import read_recipe
 
 from .. import forks
 from .running import results, wait_for
@@ -25,11 +26,12 @@ from .running import results, wait_for
 pytestmark = pytest.mark.slow
 
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=2", "tokens=null", "steps=12", "save_every=4", "log_every=2")
+FEW = "held_out_sequences=8"  # most of the time would go into held-out losses
 # A hybrid model with experts from scratch, with Muon and balancing. A retrofit of a dense model, with AdamW: the first
 # nine steps train only its residual tensors. The same retrofit with settings that save memory, on a stream.
 RUNS = {
-    "pretrain": ("pretrain", "model=attnres-tiny", "config={num_hidden_layers: 4}", "tokenizer={source}"),
-    "heal": ("heal", "model={retrofit}", "residual_alone=0.75"),
+    "pretrain": ("pretrain", "model=attnres-tiny", "config={num_hidden_layers: 4}", "tokenizer={source}", FEW),
+    "heal": ("heal", "model={retrofit}", "residual_alone=0.75", FEW),
     "finetune": (
         "finetune",
         "model={retrofit}",
@@ -41,41 +43,56 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def folders(assets, tmp_path_factory) -> dict[str, Path]:
+def folders(assets, once) -> dict[str, Path]:
     """Return a checkpoint, its retrofit, held-out text, and the folder of the shared runs."""
-    source, shared = assets / "checkpoints" / "stories260K-hf", tmp_path_factory.mktemp("training")
-    retrofit(source, block_size=2).save_pretrained(shared / "retrofit")
-    AutoTokenizer.from_pretrained(source).save_pretrained(shared / "retrofit")
-    text = (assets / "corpora" / "tinystories" / "valid.txt").read_text()
-    (shared / "held-out.txt").write_text(text[:20_000])
+    source = assets / "checkpoints" / "stories260K-hf"
+
+    def fill(folder: Path) -> None:
+        retrofit(source, block_size=2).save_pretrained(folder / "retrofit")
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder / "retrofit")
+        text = (assets / "corpora" / "tinystories" / "valid.txt").read_text()
+        (folder / "held-out.txt").write_text(text[:8_000])
+
+    shared = once("training", fill)
     return {"source": source, "retrofit": shared / "retrofit", "held_out": shared / "held-out.txt", "shared": shared}
 
 
 @pytest.fixture(scope="module")
 def command(folders, assets) -> Callable[..., list[str]]:
-    """Return `command(run, out, *changes)`, which gives the command line of one of `RUNS`."""
+    """Return `command(run, out, *changes)`, which gives what follows `python` in the command line of one of `RUNS`."""
     text = assets / "corpora" / "tinystories" / "valid.txt"
 
     def build(run: str, out: Path, *changes: str) -> list[str]:
         recipe = [part if ": " in part else part.format(**folders) for part in RUNS[run]]
-        return [sys.executable, "-m", "attnres_cli", "train", *recipe, f"train={text}", f"out={out}", *SIZES, *changes]
+        return ["-m", "attnres_cli", "train", *recipe, f"train={text}", f"out={out}", *SIZES, *changes]
 
     return build
 
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
-    """Run a command in a fork, which is fast. Commands that a test interrupts run in new processes instead."""
-    return forks.run(*arguments[1:], timeout=300)
+    """Run a command in a fork."""
+    return forks.run(*arguments, timeout=300)
+
+
+def run_until(path: Path, arguments: list[str]) -> None:
+    """Run a command in a fork, and kill it when it has made a file or folder."""
+    with forks.start(*arguments) as process:
+        wait_for(path, process)
+        process.kill()
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(folders, command) -> dict[str, Path]:
+def uninterrupted(once, folders, command) -> dict[str, Path]:
     """Return the folders of the runs that nothing interrupted."""
     outs = {name: folders["shared"] / name for name in RUNS}
-    for name, out in outs.items():
-        done = run(command(name, out))
-        assert done.returncode == 0, done.stderr[-3000:]
-        (out / "screen.txt").write_text(done.stdout)
+
+    def train(_: Path) -> None:
+        for name, out in outs.items():
+            done = run(command(name, out))
+            assert done.returncode == 0, done.stderr[-3000:]
+            (out / "screen.txt").write_text(done.stdout)
+
+    once("uninterrupted", train)
     return outs
 
 
@@ -106,12 +123,20 @@ def test_a_run_leaves_a_model_its_curve_and_its_held_out_loss(uninterrupted, fol
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     spec = DataSpec((str(assets / "corpora" / "tinystories" / "valid.txt"),))
     blocks = load_blocks(spec, tokenizer, 64, seed=0)
-    held_out = torch.stack([blocks[i]["input_ids"] for i in range(len(blocks) - 64, len(blocks))]).long()
+    held_out = torch.stack([blocks[i]["input_ids"] for i in range(len(blocks) - 8, len(blocks))]).long()
     with torch.no_grad():
         loss = model(held_out, labels=held_out).loss.item()
     assert results(out)["held_out_loss"] == pytest.approx(loss, abs=1e-4)
     assert (out / "loss.png").stat().st_size > 10_000
     assert [step for step, _ in results(out)["training_loss"]] == [2, 4, 6, 8, 10, 12]
+
+
+def test_without_a_number_a_tenth_of_the_data_is_held_out_and_at_most_64_sequences(folders, assets):
+    tokenizer = AutoTokenizer.from_pretrained(folders["source"])
+    for text, expected in ((folders["held_out"], 6), (assets / "corpora" / "tinystories" / "valid.txt", 64)):
+        recipe = read_recipe("heal", (f"model={folders['retrofit']}", f"train={text}", "out=out", "length=64"))
+        train, held_out, _ = prepare_data(recipe, tokenizer)
+        assert len(held_out) == expected == min(64, (len(train) + len(held_out)) // 10)
 
 
 def test_the_screen_shows_the_run_its_losses_and_its_results(uninterrupted):
@@ -168,9 +193,7 @@ def test_in_the_first_stage_only_the_attn_res_vectors_move(uninterrupted, folder
 def test_a_killed_run_resumes_bit_for_bit(name, uninterrupted, command, tmp_path):
     out = tmp_path / "out"
     for checkpoint in ("checkpoint-4", "checkpoint-8"):
-        with subprocess.Popen(command(name, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            wait_for(out / checkpoint, process)
-            process.kill()
+        run_until(out / checkpoint, command(name, out))
         assert not (out / "results.json").exists()
     done = run(command(name, out))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -200,7 +223,7 @@ def test_a_run_that_ends_after_its_last_checkpoint_makes_no_further_step(end, un
     out = tmp_path / "out"
     code = f"import os, signal\nfrom attnres.training import train, trainer\n{ENDS[end]}\n"
     code += "from attnres.commands.main import main; main()"
-    ended = subprocess.run([sys.executable, "-c", code, *command("heal", out)[3:]], capture_output=True, check=False)
+    ended = forks.run("-c", code, *command("heal", out)[2:])
     assert ended.returncode == {"killed": -signal.SIGKILL, "terminated": 128 + signal.SIGTERM}[end], ended.stderr
     last = out / "checkpoint-12"
     saved = {path.name: path.read_bytes() for path in last.iterdir()}
@@ -218,9 +241,7 @@ def test_a_run_does_not_resume_with_other_data(command, folders, tmp_path):
     shutil.copy(folders["held_out"], text)
     out = tmp_path / "out"
     arguments = command("heal", out, f"train={text}", "held_out_sequences=4")
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_for(out / "checkpoint-4", process)
-        process.kill()
+    run_until(out / "checkpoint-4", arguments)
     text.write_text(text.read_text().replace("Once", "Twice"))
     done = run(arguments)
     assert done.returncode == 1
@@ -254,7 +275,7 @@ def test_healing_a_model_that_was_not_converted_is_refused(command, folders, tmp
 def test_a_terminated_run_saves_a_checkpoint_and_resumes_from_it(uninterrupted, command, tmp_path):
     out = tmp_path / "out"
     arguments = command("heal", out, "save_every=100", "trainer.eval_steps=4")
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with forks.start(*arguments) as process:
         while not (line := process.stdout.readline()).startswith("step 2:"):
             assert line
         process.send_signal(signal.SIGTERM)
@@ -276,7 +297,7 @@ def test_an_interrupted_run_names_its_last_checkpoint_and_how_to_go_on(command, 
     ):
         out = tmp_path / str(save_every)
         arguments = command("heal", out, "steps=10000", f"save_every={save_every}")
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        with forks.start(*arguments) as process:
             while not (line := process.stdout.readline()).startswith("step 4:"):
                 assert line
             process.send_signal(signal.SIGINT)
@@ -298,16 +319,10 @@ def test_a_loss_that_is_not_finite_names_the_step_the_documents_and_the_checkpoi
 def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(command, uninterrupted, tmp_path):
     """A limit on the size of files stands in for a full disk. The first checkpoint is written without it."""
     out = tmp_path / "out"
-    with subprocess.Popen(command("heal", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_for(out / "checkpoint-4", process)
-        process.kill()
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
-
-    done = subprocess.run(
-        command("heal", out), preexec_fn=limit, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
-    )
+    run_until(out / "checkpoint-4", command("heal", out))
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))\n"
+    code += "from attnres.commands.main import main; main()"
+    done = forks.run("-c", code, *command("heal", out)[2:], timeout=300)
     assert done.returncode == 1
     assert "the checkpoint of step 8 could not be written: " in done.stderr
     assert "a file was cut short, as if by a full disk" in done.stderr or "File too large" in done.stderr
@@ -338,9 +353,7 @@ def test_a_run_does_not_resume_with_another_recipe_once_it_has_a_checkpoint(comm
     out = tmp_path / "out"
     assert run(command("heal", out, "model=./absent")).returncode == 1
     assert not out.exists()
-    with subprocess.Popen(command("heal", out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_for(out / "checkpoint-4", process)
-        process.kill()
+    run_until(out / "checkpoint-4", command("heal", out))
     done = run(command("heal", out, "learning_rate=1e-5"))
     assert done.returncode == 1
     assert "holds a run with learning_rate 0.0003, not 1e-05" in done.stderr
@@ -380,8 +393,9 @@ def test_training_on_conversations_lowers_the_loss(command, folders, tmp_path):
     ]
     data = tmp_path / "chats.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
-    arguments = [sys.executable, "-m", "attnres_cli", "train", "sft", f"model={model}", f"train={data}"]
-    arguments += [f"out={tmp_path / 'out'}", "learning_rate=1e-3", "held_out_sequences=16", *SIZES, "steps=30"]
+    arguments = ["-m", "attnres_cli", "train", "sft", f"model={model}", f"train={data}"]
+    arguments += [f"out={tmp_path / 'out'}", "learning_rate=1e-3", "held_out_sequences=16", *SIZES]
+    arguments += ["steps=30", "save_every=30"]
     done = run(arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [loss for _, loss in results(tmp_path / "out")["training_loss"]]
@@ -418,7 +432,7 @@ def test_an_impossible_value_is_refused_before_anything_is_tokenised(changes, me
 
 @pytest.mark.parametrize("package", ["peft", "datasets"])
 def test_a_missing_package_is_an_error_in_one_line_that_says_what_to_install(package, command, tmp_path):
-    arguments = command("heal", tmp_path / "out", "lora={rank: 2}")[3:]
+    arguments = command("heal", tmp_path / "out", "lora={rank: 2}")[2:]
     # `None` in `sys.modules` makes the import of a package fail.
     code = f"import sys; sys.modules[{package!r}] = None; from attnres.commands.main import main; main()"
     # In a new process, since a fork has imported `datasets` already.
