@@ -114,11 +114,11 @@ def test_a_run_that_is_resumed_after_its_last_step_makes_no_further_step(tiny_mo
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_between_two_points_of_its_curve_has_the_same_curve(tiny_model, tmp_path):
-    """A point is the mean of two steps here. A checkpoint between points would lose the first steps of one."""
-    run, blocks = Run(steps=100, batch_size=1, learning_rate=1e-3), random_blocks(16)
+    """A point is the mean of three steps here. A checkpoint between points would lose the first steps of one."""
+    run, blocks = Run(steps=150, batch_size=1, learning_rate=1e-3), random_blocks(16)
     fields = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_layer_types": ["dense"]}  # quick
     points = train(tiny_model(**fields), blocks, run)
-    assert [step for step, _ in points[:2]] == [2, 4]
+    assert [step for step, _ in points[:2]] == [3, 6]
 
     train_until(8, tiny_model(**fields), blocks, run, tmp_path)
     assert Path(last_whole_checkpoint(tmp_path)).name == "checkpoint-6"
