@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -279,7 +280,7 @@ def test_an_interrupted_run_prints_how_to_resume_it(models, assets, tmp_path):
         while not list(out.glob("model/bbh*.json")):
             assert process.poll() is None
             time.sleep(0.02)
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "The same command goes on from the tasks that are finished." in output
