@@ -121,18 +121,14 @@ def test_the_folder_runs_as_a_module_and_a_quick_run_writes_nothing():
 
 @pytest.mark.slow
 def test_a_terminated_run_leaves_whole_files_only(tmp_path):
-    command = [sys.executable, "-m", "attnres_cli", "bench", *QUICK, "--out", "out"]
-    with subprocess.Popen(
-        [*command, "--only", "kda", "--only", "scaling"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    ) as process:
+    command = ("-m", "attnres_cli", "bench", *QUICK, "--out", "out", "--only", "kda", "--only", "scaling")
+    with forks.start(*command, cwd=tmp_path) as process:
         deadline = time.monotonic() + 300
         while not (tmp_path / "out" / "kda.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"kda.json"} <= files <= {"kda.json", "scaling.json", "README.md"}
     for path in (tmp_path / "out").glob("*.json"):
@@ -141,12 +137,13 @@ def test_a_terminated_run_leaves_whole_files_only(tmp_path):
 
 @pytest.mark.slow
 def test_rows_are_printed_as_they_are_measured_and_kept_when_the_run_is_interrupted(tmp_path):
-    command = [sys.executable, "-m", "attnres_cli", "bench", "--only", "models", "--quick", "--out", "out"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = ("-m", "attnres_cli", "bench", "--only", "models", "--quick", "--out", "out")
+    with forks.start(*command, cwd=tmp_path) as process:
         first = next(line for line in process.stdout if line.startswith("Llama, float32, prefill, Block S=4"))
         process.send_signal(signal.SIGINT)
-        lines = [first, *process.stdout]
-        assert process.wait(60) == 128 + signal.SIGINT, process.stderr.read()[-3000:]
+        rest, errors = process.communicate(timeout=60)
+        lines = [first, *rest.splitlines()]
+        assert process.returncode == 128 + signal.SIGINT, errors[-3000:]
     rows = json.loads((tmp_path / "out" / "models.json").read_text())["rows"]
     assert [row["workload"] for row in rows][:1] == ["prefill"]
     printed = [line for line in lines if line.startswith("Llama, float32, ")]

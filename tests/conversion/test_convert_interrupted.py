@@ -1,13 +1,12 @@
 """A conversion that is interrupted, terminated or killed leaves no result or the old one, and the next one works."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from .. import forks
 from .checkpoints import change_tensors, standard_model
 
 pytestmark = pytest.mark.slow  # thirty conversions, one after the other
@@ -25,8 +24,7 @@ def session(tmp_path_factory) -> dict:
     change_tensors(folder / "damaged", {"model.norm.weight": torch.full((32,), torch.nan)})
     (folder / "runs").mkdir()
     script = Path(__file__).with_name("interrupted_session.py")
-    command = [sys.executable, script, folder / "source", folder / "damaged", folder / "runs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = forks.run(script, folder / "source", folder / "damaged", folder / "runs", timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "runs" / "seen.json").read_text())
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -218,14 +219,6 @@ def test_bad_input_is_refused_in_one_line_and_writes_nothing(models, monkeypatch
 # The command line
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "attnres_cli", "eval", *map(str, arguments)]
-
-
-def run(arguments: list[str], **options) -> subprocess.CompletedProcess:
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, **options)
-
-
 def test_the_task_path_is_printed_for_the_harness():
     assert forks.run("-m", "attnres_cli", "eval", "--print-task-path").stdout == f"{task_path()}\n"
 
@@ -261,8 +254,8 @@ def test_without_the_harness_the_message_is_one_line_with_the_command_to_install
 def test_a_killed_run_resumes_and_ends_with_the_same_numbers(models, assets, evaluated, tmp_path):
     out = tmp_path / "out"
     baseline = ["--baseline", models / "source", "--tasks", BENCHMARKS, "--data", assets / "hub", "--limit", LIMIT]
-    arguments = command(models / "retrofit", *baseline, "--out", out)
-    with subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    command = ("-m", "attnres_cli", "eval", models / "retrofit", *baseline, "--out", out)
+    with forks.start(*command) as process:
         finished = out / "baseline" / "gsm8k_cot.json"
         while not finished.exists():
             assert process.poll() is None
@@ -270,7 +263,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_numbers(models, assets, eva
         process.kill()
     written = finished.stat().st_mtime_ns
     assert not (out / "results.json").exists()
-    done = run(arguments)
+    done = forks.run(*command)
     assert done.returncode == 0, done.stderr
     assert finished.stat().st_mtime_ns == written
     for name in ("results.json", "baseline.json"):
@@ -282,12 +275,12 @@ def test_a_killed_run_resumes_and_ends_with_the_same_numbers(models, assets, eva
 @pytest.mark.slow
 def test_an_interrupted_run_prints_how_to_resume_it(models, assets, tmp_path):
     out = tmp_path / "out"
-    arguments = command(models / "source", "--tasks", "bbh", "--data", assets / "hub", "--out", out, "--limit", LIMIT)
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    options = ("--tasks", "bbh", "--data", assets / "hub", "--out", out, "--limit", LIMIT)
+    with forks.start("-m", "attnres_cli", "eval", models / "source", *options) as process:
         while not list(out.glob("model/bbh*.json")):
             assert process.poll() is None
             time.sleep(0.02)
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "The same command goes on from the tasks that are finished." in output
@@ -314,7 +307,10 @@ def test_the_harness_alone_gives_the_same_scores(models, assets, evaluated, tmp_
     arguments += ["--include_path", task_path(), "--tasks", "attnres_arc_challenge,attnres_gsm8k"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     arguments += ["--output_path", tmp_path / "out", "--batch_size", 8, "--gen_kwargs", "max_gen_toks=256"]
-    done = run([sys.executable, "-m", "lm_eval", "run", *map(str, arguments)], cwd=assets / "hub", env=environment)
+    command = [sys.executable, "-m", "lm_eval", "run", *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=assets / "hub", env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (path,) = (tmp_path / "out").rglob("results_*.json")
     harness_results = json.loads(path.read_text())["results"]

@@ -14,6 +14,8 @@ import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from .. import forks
+
 ROOT = Path(__file__).parents[2]
 EXECUTE = ROOT / "notebooks" / "execute.py"
 NAMES = ["fine_tune", "look_inside", "quickstart", "retrofit_and_heal"]
@@ -24,6 +26,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"} | {
 }
 # A path from the root of a machine. Links and `</tag>` do not match.
 MACHINE_PATH = re.compile(r"(?<![\w.:/<])/(?:home|root|tmp|usr|opt|work|Users|var|mnt|content)/\S+|\b[A-Z]:\\\\?Users")
+# Numbers in the cells that decide how long they take -> the factor by which tests divide them.
+SHORTER = {r"(?<=steps=)\d+": 20, "2_000_000": 5, r"(?<=\[:)(64|128)\b|\b64(?=:\])": 4, r"(?<=tokens=)\d+": 4}
 BAD_CELLS = {"raises": "1 / 0", "hangs": "import time\ntime.sleep(60)"}
 
 
@@ -36,13 +40,12 @@ def code_cells(name: str) -> list[nbformat.NotebookNode]:
 
 
 def run(*arguments: str, script: Path = EXECUTE, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script), *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ATTNRES_")} | OFFLINE | environment
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS + 60, check=False)
+    return forks.run(script, *arguments, env=environment, timeout=SECONDS + 60)
 
 
 def shortened(name: str, folder: Path) -> Path:
-    """Write a notebook that trains for a tenth of its steps, on a fifth of its text, beside a copy of the script.
+    """Write a notebook with less training, text and held-out tokens, beside a copy of the script.
 
     What its cells call is the same; `make notebooks` runs it in full length.
 
@@ -51,8 +54,8 @@ def shortened(name: str, folder: Path) -> Path:
     """
     notebook = stored(name)
     for cell in notebook.cells:
-        cell.source = re.sub(r"(?<=steps=)\d+", lambda steps: str(-(-int(steps[0]) // 10)), cell.source)
-        cell.source = cell.source.replace("2_000_000", "400_000")
+        for number, factor in SHORTER.items():
+            cell.source = re.sub(number, lambda found, by=factor: str(-(-int(found[0]) // by)), cell.source)
     assert notebook != stored(name)
     nbformat.write(notebook, folder / f"{name}.ipynb")
     script = folder / "execute.py"
