@@ -62,13 +62,12 @@ class InferencePlan:
             return connection(state, self._key_norms[position]())[0], False, state
         if position not in self._group or not self._begins_with_phase_sources(sources):
             self._begin_group(position, connection, sources, prepared)
-        weight, norm_eps = self._norms[position] or (None, 0.0)
-        if weight is not None:
-            weight = self._prepare_norm(weight, prepared)
+        norm = self._norms[position]
+        if norm is not None and not self._takes_norm(norm[0], sources):
+            norm = None
         phase = None if self._phase is None else tuple(part[position - self._group.start] for part in self._phase)
         multiplier = len(sources) if connection.scale == "sum" else 1
-        result = self._read(position, multiplier, connection.eps, prepared, phase, weight, norm_eps)
-        return result, weight is not None, state
+        return self._read(position, multiplier, connection.eps, prepared, phase, norm), norm is not None, state
 
     def _begins_with_phase_sources(self, sources: Sources) -> bool:
         """Return whether the sources begin with those that phase 1 has read, unchanged since then."""
@@ -93,17 +92,15 @@ class InferencePlan:
         """Return the sources in the form that the device's kernels take, or `None` if no kernel takes them."""
         raise NotImplementedError
 
-    def _prepare_norm(self, weight: Tensor, prepared: Any) -> Any:
-        """Return the weight `[D]` of a norm in the form that the kernels take, or `None` if they cannot apply it."""
+    def _takes_norm(self, weight: Tensor, sources: Sources) -> bool:
+        """Return whether the kernels can apply a norm with this weight `[D]` after a read of these sources."""
         raise NotImplementedError
 
     def _phase_one(self, queries: Tensor, eps: float, prepared: Any) -> Phase:
         """Compute phase 1 of the queries `[G, D]` against prepared sources."""
         raise NotImplementedError
 
-    def _read(
-        self, position: int, multiplier: int, eps: float, prepared: Any, phase: Phase, norm_weight: Any, norm_eps: float
-    ) -> Tensor:
+    def _read(self, position: int, multiplier: int, eps: float, prepared: Any, phase: Phase, norm: Norm) -> Tensor:
         """Compute a read `[batch, seq, hidden]`, continued from its part of phase 1 and normed if these are given."""
         raise NotImplementedError
 

@@ -37,13 +37,11 @@ class CheckedSources(NamedTuple):
         return self._replace(addresses=self.addresses[number:], tensors=self.tensors[number:])
 
 
-def checked(sources: Sequence[Tensor], before: CheckedSources | None = None) -> CheckedSources:
+def checked(sources: Sequence[Tensor]) -> CheckedSources:
     """Check sources, and copy those that are not contiguous.
 
     Args:
         sources: at least one tensor `[..., D]`.
-        before: checked sources of an earlier read in the same pass. Where `sources` begins with the same tensors, and
-            their shapes and memory are as they were, they are not checked again.
 
     Raises:
         Unfit: the sources are not plain tensors in memory of one shape, all in float32 or all in bfloat16.
@@ -52,13 +50,7 @@ def checked(sources: Sequence[Tensor], before: CheckedSources | None = None) -> 
     shape, dtype = sources[0].shape, sources[0].dtype
     if dtype not in DTYPES or not shape:
         raise Unfit(f"the sources must be [..., D] in float32 or bfloat16, got {_described(sources[0])}")
-    if before is not None and before.dtype is dtype and before.shape == shape:
-        for source, tensor, address in zip(sources, before.tensors, before.addresses):
-            if source is not tensor or source.shape != shape or source.data_ptr() != address:
-                break
-            addresses.append(address)
-            tensors.append(source)
-    for source in sources[len(tensors) :]:
+    for source in sources:
         try:
             address = _address(source, shape, dtype)
         except Unfit:
@@ -81,69 +73,6 @@ def why_unfit(tensor: Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return f"a tensor has the layout {tensor.layout}"
     return None
-
-
-def address(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int | None:
-    """Return the address of a tensor's numbers for [`read`], or `None` if the loops could not use it.
-
-    Args:
-        tensor: the tensor, which the caller holds until the loop returns.
-        shape: the shape that it must have.
-        dtype: the dtype that it must have.
-    """
-    try:
-        return _address(tensor, shape, dtype)
-    except Unfit:
-        return None
-
-
-def row_addresses(tensor: Tensor, dtype: torch.dtype) -> list[int]:
-    """Return the address of each row `tensor[i]` for [`read`], with one check for all.
-
-    Args:
-        tensor: contiguous rows `[N, ...]`, which the caller holds until the loop returns.
-        dtype: the dtype that it must have.
-
-    Raises:
-        Unfit: the loops could not use the addresses.
-    """
-    start, step = _address(tensor, tensor.shape, dtype), tensor.stride(0) * dtype.itemsize
-    return [start + number * step for number in range(len(tensor))]
-
-
-def read(
-    query: int,
-    sources: CheckedSources,
-    result: int,
-    multiplier: int,
-    eps: float,
-    norm_weight: int = 0,
-    norm_eps: float = 0.0,
-    phase: tuple[Tensor, Tensor] | None = None,
-) -> None:
-    """Compute depth attention as [`forward`], from addresses that [`address`] or [`row_addresses`] has given.
-
-    Args:
-        query: address of `[D]` in float32.
-        sources: the checked sources.
-        result: address of `[..., D]` in the dtype of the sources; it is written.
-        multiplier: as for [`forward`].
-        eps: as for [`forward`].
-        norm_weight: address of `[D]` in the dtype of the sources, or 0 for no norm.
-        norm_eps: as for [`forward`].
-        phase: as for [`forward`].
-
-    Raises:
-        Unfit: a tensor of phase one has another shape or dtype, is not contiguous, or is not in memory.
-    """
-    sums, statistics = (0, 0) if phase is None else _phase_addresses(phase, sources)
-    addresses = Forward(query, result, 0, norm_weight, sums, statistics, 0)
-    _run("forward", sources, multiplier, addresses, sources.addresses, eps, norm_eps)
-
-
-def _phase_addresses(phase: tuple[Tensor, Tensor], sources: CheckedSources) -> tuple[int, int]:
-    shape = sources.shape
-    return _address(phase[0], shape, torch.float32), _address(phase[1], (*shape[:-1], 2), torch.float32)
 
 
 def forward(
@@ -185,7 +114,9 @@ def forward(
     else:
         if weights is not None or kept is not None:
             raise Unfit("`weights` and `kept` must be `None` after phase one, which has them of its sources only")
-        sums, statistics = _phase_addresses(phase, sources)
+        sums = _address(phase[0], shape, torch.float32)
+        statistics = _address(phase[1], (*tokens, 2), torch.float32)
+    # Without keywords, which would take as long as a check. This call is the one that decoding repeats.
     addresses = Forward(
         _address(query, width, torch.float32),
         _address(result, shape, dtype),
@@ -422,15 +353,12 @@ __all__ = [
     "DTYPES",
     "CheckedSources",
     "Unfit",
-    "address",
     "backward",
     "checked",
     "chunks",
     "forward",
     "kept_size",
     "phase_one",
-    "read",
-    "row_addresses",
     "situ",
     "situ_grads",
     "why_unfit",

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..inference_plan import InferencePlan, Phase, Sources
+from ..inference_plan import InferencePlan, Norm, Phase, Sources
 from . import launch
 
 
@@ -17,24 +17,16 @@ class GpuPlan(InferencePlan):
         )
         return sources if are_served else None
 
-    def _prepare_norm(self, weight: Tensor, prepared: Sources) -> Tensor | None:
-        fits = weight.dtype is prepared[0].dtype and weight.shape == prepared[0].shape[-1:]
-        return weight if fits and weight.device == self._queries.device else None
+    def _takes_norm(self, weight: Tensor, sources: Sources) -> bool:
+        fits = weight.dtype is sources[0].dtype and weight.shape == sources[0].shape[-1:]
+        return fits and weight.device == self._queries.device
 
     def _phase_one(self, queries: Tensor, eps: float, prepared: Sources) -> Phase:
         return launch.phase_one(queries, eps, *prepared)
 
-    def _read(
-        self,
-        position: int,
-        multiplier: int,
-        eps: float,
-        prepared: Sources,
-        phase: Phase,
-        norm_weight: Tensor | None,
-        norm_eps: float,
-    ) -> Tensor:
+    def _read(self, position: int, multiplier: int, eps: float, prepared: Sources, phase: Phase, norm: Norm) -> Tensor:
         newer = prepared[len(self._phase_sources) :]
+        norm_weight, norm_eps = norm or (None, 0.0)
         query, dtype = self._queries[position], prepared[0].dtype
         return launch.read_fused(query, eps, multiplier, newer, phase, dtype, norm_weight, norm_eps)
 
