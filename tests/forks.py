@@ -1,6 +1,7 @@
 """Commands in forks of one process that has imported what takes seconds, and has done nothing else.
 
-For tests of what a command computes and says; those of how it starts, of signals and of imports run `python`.
+For tests of what a command computes and says, also when it receives a signal at work. Tests of how it starts and of
+what it imports run `python`.
 """
 
 import gc
