@@ -191,6 +191,7 @@ def test_two_saved_runs_of_a_notebook_are_the_same_file(tmp_path):
 
 @pytest.mark.slow
 def test_a_notebook_that_does_not_exist_is_bad_usage():
-    done = run("nothing")
+    """The script starts as a user starts it, and not in a fork, which has imported much already."""
+    done = subprocess.run([sys.executable, EXECUTE, "nothing"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "there is no notebook 'nothing'; there are fine_tune, " in done.stderr

@@ -34,9 +34,7 @@ def run_command(command: str, environment: dict[str, str]) -> str:
     added = ADDED.get(entry(command, ADDED), ())
     words = [*shlex.split(command), *added]
     is_plain = not set(command) & set("$`|&;<>*")
-    # A fork does not read the address of the Hub from its environment, and needs none where nothing is sent.
-    uses_hub = words[:2] == ["attnres", "push"] and "--dry-run" not in words
-    if words[0] == "attnres" and is_plain and not uses_hub:
+    if words[0] == "attnres" and is_plain and words[1] != "push":
         done = forks.run("-m", *words, env=environment, timeout=300)
     else:
         line = shlex.join(words) if added else command
