@@ -1,8 +1,11 @@
 """Helpers for the tests of training: train with a plain `Trainer`, read results, and measure a model's inputs."""
 
 import json
+import os
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import attnres.configuration
+
+from .. import forks
 
 ACCELERATE_YAMLS = sorted(Path(attnres.configuration.__file__).with_name("accelerate").glob("*.yaml"))
 BLOCKS = torch.randint(3, 90, (8, 12), generator=torch.Generator().manual_seed(0))
@@ -30,11 +35,18 @@ def results(out: Path) -> dict:
     return json.loads((out / "results.json").read_text())
 
 
-def wait_for(path: Path, process: subprocess.Popen) -> None:
+def wait_for(path: Path, process: subprocess.Popen | forks.Fork) -> None:
     """Wait until a running process has made a file or folder."""
     while not path.exists():
         assert process.poll() is None
         time.sleep(0.01)
+
+
+def run_until(path: Path, arguments: Sequence[str], environments: Sequence[Mapping[str, str]] = (os.environ,)) -> None:
+    """Run `python ARGUMENTS` in a fork for each environment, and kill all when they have made a file or folder."""
+    with ExitStack() as stack:  # which kills them at its end
+        first, *_ = [stack.enter_context(forks.start(*arguments, env=env)) for env in environments]
+        wait_for(path, first)
 
 
 def train(

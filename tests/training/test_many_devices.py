@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnres.configuration import load
 
 from .. import forks
-from .running import ACCELERATE_YAMLS, results, wait_for
+from .running import ACCELERATE_YAMLS, results, run_until, wait_for
 
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "steps=6", "save_every=3", "log_every=1")
 FEW = "held_out_sequences=8"  # most of the time would go into held-out losses
@@ -111,14 +111,6 @@ def environment_of(config: str, processes: int) -> dict[str, str]:
         arguments = [*options_of(config, processes), "-m", "attnres_cli"]
         options, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
         return prepare_multi_gpu_env(options)
-
-
-def run_until(path: Path, arguments: list[str]) -> None:
-    """Run two processes in forks, and kill both when they have made a file or folder."""
-    words = ("-m", "attnres_cli", "train", *arguments)
-    first, second = (forks.start(*words, env=rank) for rank in forks.ranks(environment_of("ddp", 2), 2))
-    with first, second:
-        wait_for(path, first)
 
 
 def run_to_the_end(arguments: list[str], processes: int = 2) -> str:
@@ -229,7 +221,8 @@ def test_a_run_of_two_processes_that_is_stopped_resumes_bit_for_bit(distributed,
 
     command = arguments("scratch", stopped, *distributed)
     if stop == "a kill":
-        run_until(stopped / "checkpoint-3", command)
+        words = ("-m", "attnres_cli", "train", *command)
+        run_until(stopped / "checkpoint-3", words, forks.ranks(environment_of("ddp", 2), 2))
     else:
         process = launch(command)
         while not (line := process.stdout.readline()).startswith("step 4:"):

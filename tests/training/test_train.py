@@ -21,7 +21,7 @@ from attnres.training.prepare import prepare_data
 from attnres.training.recipe import read_recipe
 
 from .. import forks
-from .running import results, wait_for
+from .running import results, run_until
 
 pytestmark = pytest.mark.slow
 
@@ -72,13 +72,6 @@ def command(folders, assets) -> Callable[..., list[str]]:
 def run(arguments: list[str]) -> subprocess.CompletedProcess:
     """Run a command in a fork."""
     return forks.run(*arguments, timeout=300)
-
-
-def run_until(path: Path, arguments: list[str]) -> None:
-    """Run a command in a fork, and kill it when it has made a file or folder."""
-    with forks.start(*arguments) as process:
-        wait_for(path, process)
-        process.kill()
 
 
 @pytest.fixture(scope="module")
