@@ -129,6 +129,92 @@ def forward(
     _run("forward", sources, multiplier, addresses, sources.addresses, eps, norm_eps)
 
 
+class Few:
+    """Arguments that [`read_few`] needs of all reads in a pass.
+
+    Args:
+        queries: `w * g` of each read, `[reads, D]` in float32.
+        shape: the shape of all sources and results, `[..., D]`.
+        dtype: their dtype, float32 or bfloat16.
+
+    Raises:
+        Unfit: as for [`forward`].
+    """
+
+    def __init__(self, queries: Tensor, shape: torch.Size, dtype: torch.dtype):
+        self.queries, self.shape, self.dtype = queries, shape, dtype
+        self.query_address = _address(queries, (len(queries), shape[-1]), torch.float32)
+        self.query_step = queries.stride(0) * queries.itemsize
+        self.norm_shape = shape[-1:]
+
+
+def read_few(
+    few: Few,
+    position: int,
+    sources: Sequence[Tensor],
+    result: Tensor,
+    is_sum: bool,
+    eps: float,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> bool | None:
+    """Compute the same as [`checked`] and [`forward`], in one function.
+
+    In decoding, the weights of each sublayer push Python's code and objects out of the processor's caches. Then each
+    function and each object costs a wait for memory, and [`forward`] takes three times as long as in a loop. So this
+    function calls few others.
+
+    Args:
+        few: the arguments of all reads.
+        position: index of the query.
+        sources: at least one source.
+        result: like the sources, contiguous; it is written.
+        is_sum: whether the scale is `sum`.
+        eps: epsilon of the key norm.
+        norm_weight: weight `[D]` of a plain RMSNorm, or `None` for no norm.
+        norm_eps: epsilon of that norm.
+
+    Returns:
+        Whether the norm is applied, or `None` if the sources are not all of the shape and dtype of `few` and ready for
+        the loop; then nothing is written.
+    """
+    shape, dtype = few.shape, few.dtype
+    addresses = []
+    for tensor in (result, *sources):
+        # As `_address`.
+        if (
+            tensor.shape != shape
+            or tensor.dtype is not dtype
+            or type(tensor) not in PLAIN
+            or not tensor.is_cpu
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+        ):
+            return None
+        address = tensor.data_ptr()
+        if address == 0 or (address & 3 and address % dtype.itemsize):
+            return None
+        addresses.append(address)
+    norm_address = 0
+    if (
+        norm_weight is not None
+        and norm_weight.shape == few.norm_shape
+        and norm_weight.dtype is dtype
+        and norm_weight.is_cpu
+        and norm_weight.is_contiguous()
+        and not norm_weight.is_neg()
+    ):
+        norm_address = norm_weight.data_ptr()
+    n = len(sources)
+    tokens = shape.numel() // shape[-1]
+    call = MAGIC, len(Forward._fields) + n, tokens, shape[-1], n, n if is_sum else 1, dtype.itemsize
+    query = few.query_address + position * few.query_step
+    # `Call`, `Forward` and the sources. The variable holds the memory until the loop returns.
+    numbers = array("q", (*call, query, addresses[0], 0, norm_address, 0, 0, 0, *addresses[1:]))
+    engine.run("forward", _chunks(tokens), numbers.buffer_info()[0], eps, norm_eps, dtype.itemsize)
+    return norm_address != 0
+
+
 def phase_one(queries: Tensor, sources: CheckedSources, sums: Tensor, statistics: Tensor, eps: float) -> None:
     """Compute phase one into memory that the caller has allocated; see [`kernels.phase_one`]. All is in float32.
 
@@ -352,6 +438,7 @@ def _run(
 __all__ = [
     "DTYPES",
     "CheckedSources",
+    "Few",
     "Unfit",
     "backward",
     "checked",
@@ -359,6 +446,7 @@ __all__ = [
     "forward",
     "kept_size",
     "phase_one",
+    "read_few",
     "situ",
     "situ_grads",
     "why_unfit",
