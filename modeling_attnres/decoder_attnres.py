@@ -79,6 +79,8 @@ class ResidualDecoderLayer:
             The state; after the last layer the input `[batch, seq, hidden]` of the final norm.
         """
         state, reader = hidden_states, reader or DepthReader()
+        # Not by `getattr`, which looks everywhere else first: in decoding, this would take as long as the reads.
+        modules = self._modules
         if self.mixes_values:
             state, first_values = unpack_values(state)
         for sublayer in self.sublayers:
@@ -87,7 +89,7 @@ class ResidualDecoderLayer:
             for branch in sublayer.branches:
                 output = inputs
                 for name in branch[is_normed:]:  # without the first module, if the read has applied that norm
-                    module = getattr(self, name)
+                    module = modules[name]
                     if name not in ("attention", "self_attn"):
                         output = call_mlp(module, output)
                     elif self.mixes_values:
@@ -98,7 +100,7 @@ class ResidualDecoderLayer:
             output = sum(outputs[1:], outputs[0])
             if sublayer.multiplier is not None:
                 output = output * getattr(self, sublayer.multiplier)
-            state = getattr(self, f"{sublayer.name}_proj").write(state, output)
+            state = modules[f"{sublayer.name}_proj"].write(state, output)
         if self.mixes_values:
             state = pack_values(state, first_values)
         return reader.after(self.layer_idx, state)
@@ -145,7 +147,7 @@ class DepthReader:
         Raises:
             TypeError: an adapter wraps the connection or its norm.
         """
-        connection = getattr(owner, f"{name}_proj")
+        connection = owner._modules[f"{name}_proj"]
         if self.plan is not None and not torch.compiler.is_compiling():
             return self.plan.read(connection, state)
         norm = getattr(owner, f"{name}_norm", None)
@@ -346,7 +348,11 @@ def _check_declaration(layer: nn.Module, backbone: str, sublayers: Sublayers) ->
             f"the sublayers of {backbone!r} are named {names}: names must differ, and the first must be {first}."
         )
     for sublayer in sublayers:
-        for name in (*sum(sublayer.branches, ()), sublayer.multiplier):
-            if name is not None and not hasattr(layer, name):
-                has = ", ".join(f"`{child}`" for child, _ in layer.named_children())
-                raise ValueError(f"{sublayer.name!r}, declared for {backbone!r}, uses `{name}`; its layers have {has}.")
+        missing = [name for name in sum(sublayer.branches, ()) if name not in layer._modules]
+        if sublayer.multiplier is not None and not hasattr(layer, sublayer.multiplier):
+            missing.append(sublayer.multiplier)
+        if missing:
+            has = ", ".join(f"`{child}`" for child, _ in layer.named_children())
+            raise ValueError(
+                f"{sublayer.name!r}, declared for {backbone!r}, uses `{missing[0]}`; its layers have {has}."
+            )
