@@ -22,7 +22,7 @@ from .documents_attnres import keep_documents_apart, separate_under_mask
 from .experts_attnres import call_mlp
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
-from .residual_attnres import DepthState, ResidualNorm
+from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
 from .value_residual_attnres import add_value_residual, pack_values, unpack_values
 
 
@@ -65,7 +65,7 @@ class ResidualDecoderLayer:
         """Set the layer's index in the decoder, after layers were moved or removed."""
         self.layer_idx = layer_idx
         for i, sublayer in enumerate(self.sublayers):
-            getattr(self, f"{sublayer.name}_proj").sublayer = layer_idx * len(self.sublayers) + i
+            _set_index(self._modules[f"{sublayer.name}_proj"], layer_idx * len(self.sublayers) + i)
 
     def forward(self, hidden_states: DepthState, *, reader: "DepthReader | None" = None, **kwargs) -> DepthState:
         """Run the layer's sublayers: each reads from the state, computes, and writes its output to the state.
@@ -123,13 +123,11 @@ class DepthReader:
         model: the decoder, for the read after its last layer; `None` for a layer that is called alone.
         plan: the plan that reads in place of the connections, or `None`; see [`ResidualConnection.inference_plan`] and
             [`ResidualConnection.training_plan`].
+        last: index of the last layer of the pass.
     """
 
-    def __init__(self, model: "ResidualModel | None" = None, plan: Any = None):
-        self.model, self.plan = model, plan
-        if model is not None:
-            # Once per pass: in decoding, the caches are cold at each layer, and a look at the configuration is slow.
-            self.last = min(model.config.num_hidden_layers, len(model.layers)) - 1  # early exit runs fewer
+    def __init__(self, model: "ResidualModel | None" = None, plan: Any = None, last: int | None = None):
+        self.model, self.plan, self.last = model, plan, last
 
     def read(self, owner: nn.Module, name: str, state: DepthState, first: str | None = None) -> tuple[Any, ...]:
         """Read the input of a sublayer.
@@ -195,6 +193,7 @@ class ResidualModel(ResidualPreTrainedModel):
             layer.__class__ = self.layer_class
             layer.connect(config, sublayers, i)
         _add_connection(self, "output_attn_res", config, config.num_sublayers)
+        self.sublayers_per_layer = len(sublayers)
         self.built_with = added_fields(config)
         self.post_init()
 
@@ -223,6 +222,43 @@ class ResidualModel(ResidualPreTrainedModel):
             arguments = arguments | {"attention_mask": mask}
         return arguments
 
+    def number_layers(self) -> int:
+        """Give every connection its index, since layers may have been removed or moved since the last pass.
+
+        Returns:
+            The number of layers that run: fewer than there are, if `num_hidden_layers` was lowered for early exit.
+
+        Raises:
+            ValueError: a layer cannot run at its place.
+        """
+        layers = [*self.layers]
+        if any(getattr(layer, "layer_idx", None) != i for i, layer in enumerate(layers)):
+            foreign = next((layer for layer in layers if not hasattr(layer, "layer_idx")), None)
+            if foreign is not None:
+                raise ValueError(
+                    f"`layers` holds a {type(foreign).__name__}, which is no decoder layer. An engine that divides a "
+                    "model into pipeline stages puts such placeholders there, but the depth state of this model is "
+                    "more than the one tensor that it would pass on: run the model in one pipeline stage."
+                )
+            if len({*layers}) < len(layers):
+                raise ValueError("one layer is at two places of `layers`: put a copy at one of them.")
+            for i, layer in enumerate(layers):
+                layer.move_to(i)
+        if torch.is_grad_enabled():
+            # Only PyTorch's `CheckpointWrapper` has this attribute.
+            implementations = {getattr(getattr(layer, "checkpoint_impl", None), "name", None) for layer in layers}
+            # The state between two layers of a standard model is one tensor, which reentrant checkpointing can track.
+            if "REENTRANT" in implementations and self.config.residual_connection != "standard":
+                raise ValueError(
+                    "a layer is in a reentrant `checkpoint_wrapper`, which would lose gradients of the depth state: use "
+                    "`CheckpointImpl.NO_REENTRANT`, or call `model.gradient_checkpointing_enable()`."
+                )
+        number = min(self.config.num_hidden_layers, len(layers))
+        output, index = self._modules["output_attn_res_proj"], number * self.sublayers_per_layer
+        if getattr(output, "sublayer", None) != index:
+            _set_index(output, index)
+        return number
+
     def forward(self, *args, record_to: list | None = None, **kwargs):
         """Run the decoder; see the backbone's own `forward` for arguments and result.
 
@@ -232,22 +268,10 @@ class ResidualModel(ResidualPreTrainedModel):
             kwargs: the backbone's arguments.
 
         Raises:
-            ValueError: the same layer is at two places of `layers`; a layer is another engine's placeholder; the rows
-                cannot be prepared.
+            ValueError: the same layer is at two places of `layers`; a layer is another engine's placeholder, or in a
+                wrapper that would lose gradients; the rows cannot be prepared.
         """
-        # Layers may have been removed or moved since the last pass.
-        if any(getattr(layer, "layer_idx", None) != i for i, layer in enumerate(self.layers)):
-            foreign = next((layer for layer in self.layers if not hasattr(layer, "layer_idx")), None)
-            if foreign is not None:
-                raise ValueError(
-                    f"`layers` holds a {type(foreign).__name__}, which is no decoder layer. An engine that divides a "
-                    "model into pipeline stages puts such placeholders there, but the depth state of this model is "
-                    "more than the one tensor that it would pass on: run the model in one pipeline stage."
-                )
-            if len({*self.layers}) < len(self.layers):
-                raise ValueError("one layer is at two places of `layers`: put a copy at one of them.")
-            for i, layer in enumerate(self.layers):
-                layer.move_to(i)
+        number = self.number_layers()
         records = ("output_hidden_states", "output_depth_attentions")
         is_recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in records)
         plan = None
@@ -258,7 +282,7 @@ class ResidualModel(ResidualPreTrainedModel):
         # `zip` ends with `args`, the arguments that were given by position.
         arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
         # The backbone's loop passes extra arguments on to every layer, so `reader` reaches the layers.
-        outputs = super().forward(reader=DepthReader(self, plan), **arguments)
+        outputs = super().forward(reader=DepthReader(self, plan, last=number - 1), **arguments)
         if record_to is not None and "depth_attentions" in outputs:
             record_to.append(outputs["depth_attentions"])
         return outputs
@@ -328,6 +352,13 @@ class PooledByMask(GenericForSequenceClassification):
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         names = {field.name for field in fields(SequenceClassifierOutputWithPast)} & outputs.keys()
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
+
+
+def _set_index(connection: nn.Module, sublayer: int) -> None:
+    """Set the index of a connection, and of the copies that an adapter holds of it."""
+    for module in connection.modules():
+        if isinstance(module, ResidualConnection):
+            module.sublayer = sublayer
 
 
 def _as_function(module: nn.Module) -> Callable[[Tensor], Tensor]:

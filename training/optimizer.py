@@ -15,7 +15,8 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zero
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
-from attnres.residual_attnres import residual_rate_factors, residual_tensors
+from attnres.parameter_kinds import parameters_by_kind
+from attnres.residual_attnres import residual_rate_factors
 
 from .recipe import OPTIMIZERS, SCHEDULES
 
@@ -55,7 +56,7 @@ def build_optimizer(
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"the optimizer is {name!r}, but must be {' or '.join(map(repr, OPTIMIZERS))}.")
-    kinds = _by_kind(model)
+    kinds = parameters_by_kind(model)
     if not any(kinds.values()):
         raise ValueError("no parameter of the model requires a gradient: there is nothing to train.")
     if name == "adamw":
@@ -88,7 +89,7 @@ def parameter_groups(
     Returns:
         The groups, without empty ones, each with `params`, `lr` and `weight_decay`.
     """
-    kinds = _by_kind(model)
+    kinds = parameters_by_kind(model)
     groups = [
         {"params": kinds["matrices"] + kinds["others"], "lr": learning_rate, "weight_decay": weight_decay},
         {"params": kinds["vectors"], "lr": learning_rate, "weight_decay": 0.0},
@@ -234,33 +235,6 @@ def _by_mesh(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
             by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
         split += [{**group, "params": parameters} for parameters in by_mesh.values()]
     return split
-
-
-def _by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Return the trainable parameters: the decoder's `matrices`; `others` that decay; `vectors`; and `residual`."""
-    kinds = {"matrices": [], "others": [], "vectors": [], "residual": []}
-    residual = {id(parameter) for parameter in residual_tensors(model).values()}
-    unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model  # without PEFT's wrapper
-    decoder = {id(parameter) for parameter in getattr(unwrapped, "base_model", unwrapped).parameters()}
-    seen = set()  # tied parameters appear in several modules
-    for module in model.modules():
-        # `MixtralExperts`, `KimiLinearExperts`, ...: every tensor is stacked along a first axis of experts.
-        experts = type(module).__name__.endswith("Experts")
-        for parameter in module.parameters(recurse=False):
-            if not parameter.requires_grad or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed ZeRO-3 keeps the whole shape there
-            if id(parameter) in residual:
-                kind = "residual"
-            elif shape.numel() == max(shape, default=1) or (experts and len(shape) == 2):
-                kind = "vectors"
-            elif len(shape) != 2 + experts or isinstance(module, nn.Embedding) or id(parameter) not in decoder:
-                kind = "others"
-            else:
-                kind = "matrices"
-            kinds[kind].append(parameter)
-    return kinds
 
 
 def _check_matrices(group: dict[str, Any]) -> None:

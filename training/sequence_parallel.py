@@ -207,7 +207,7 @@ class _SplitReader(DepthReader):
     """
 
     def __init__(self, reader: DepthReader, sharding: SequenceSharding, split: SequenceSplit):
-        super().__init__(reader.model, reader.plan)
+        super().__init__(reader.model, reader.plan, reader.last)
         self.sharding, self.split = sharding, split
 
     def read(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

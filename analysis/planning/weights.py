@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from attnres import ResidualConfig
+from attnres.parameter_kinds import parameters_by_kind
 
 from .building import WEIGHT_STYLES, Batch, build, divided_dimension, tensor_plan, without_data
 from .jobs import OPTIMIZERS, Layout
@@ -17,7 +18,7 @@ class Weights:
 
     Attributes:
         layer: Number of the layer; -1 for the embedding, and the number of layers for the head.
-        is_matrix: Whether they are matrices, which Muon trains.
+        is_matrix: Whether Muon trains them, if it is the optimizer.
         is_expert: Whether they belong to routed experts.
         is_divided: Whether tensor parallelism divides them.
         largest: Numbers in the largest tensor.
@@ -69,13 +70,13 @@ def model_weights(config: ResidualConfig) -> list[Weights]:
         if type(module).__name__.endswith("Experts")
         for parameter in module.parameters()
     }
+    matrices = {id(parameter) for parameter in parameters_by_kind(model)["matrices"]}
     groups: dict[tuple, Weights] = {}
     for name, parameter in model.named_parameters():
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         layer = number if number is not None else -1 if id(parameter) in embeddings else layers
         dimension = divided_dimension(name, plan, WEIGHT_STYLES)
-        is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
-        kind = layer, is_matrix, id(parameter) in experts, dimension is not None
+        kind = layer, id(parameter) in matrices, id(parameter) in experts, dimension is not None
         is_summed = dimension == -1 and number is not None
         groups[kind] = groups.get(kind, Weights(*kind)).with_parameter(parameter, is_summed)
     return [*groups.values()]

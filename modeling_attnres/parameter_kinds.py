@@ -1,0 +1,44 @@
+"""Sort a model's parameters by the rule of their update, for optimizers and for a plan of their memory."""
+
+from torch import nn
+
+from .residual_attnres import residual_tensors
+
+
+def parameters_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Sort the trainable parameters of a model by the rule of their update. Tied ones count once.
+
+    Args:
+        model: any model, also with adapters.
+
+    Returns:
+        The parameters of each kind: `matrices` in the decoder, which Muon trains, stacked ones of experts included;
+        `others`, which AdamW trains with weight decay (embedding, head, kernels of convolutions); `vectors`, which do
+        not decay; and the tensors of residual connections, `residual`, which do not decay either.
+    """
+    kinds = {"matrices": [], "others": [], "vectors": [], "residual": []}
+    residual = {id(parameter) for parameter in residual_tensors(model).values()}
+    unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model  # without PEFT's wrapper
+    decoder = {id(parameter) for parameter in getattr(unwrapped, "base_model", unwrapped).parameters()}
+    seen = set()  # tied parameters appear in several modules
+    for module in model.modules():
+        # `MixtralExperts`, `KimiLinearExperts`, ...: every tensor is stacked along a first axis of experts.
+        experts = type(module).__name__.endswith("Experts")
+        for parameter in module.parameters(recurse=False):
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed ZeRO-3 keeps the whole shape there
+            if id(parameter) in residual:
+                kind = "residual"
+            elif shape.numel() == max(shape, default=1) or (experts and len(shape) == 2):
+                kind = "vectors"
+            elif len(shape) != 2 + experts or isinstance(module, nn.Embedding) or id(parameter) not in decoder:
+                kind = "others"
+            else:
+                kind = "matrices"
+            kinds[kind].append(parameter)
+    return kinds
+
+
+__all__ = ["parameters_by_kind"]
