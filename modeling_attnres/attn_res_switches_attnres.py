@@ -334,8 +334,8 @@ class SwitchedAttnRes(AttnRes):
         sources = self.within_window(sources)
         if self.is_indexed and len(sources) != (count := len(self.counts())):
             raise ValueError(
-                f"sublayer {self.sublayer} reads {count} sources, but there are {len(sources)}: with these switches, "
-                "layers of a model cannot be removed."
+                f"sublayer {self.sublayer} must read {count} sources, got a state with {len(sources)}: pass the state "
+                "after all sublayers before it."
             )
         return SwitchedState(tuple(sources), normed, stream, previous)
 

@@ -250,8 +250,8 @@ class ResidualModel(ResidualPreTrainedModel):
             # The state between two layers of a standard model is one tensor, which reentrant checkpointing can track.
             if "REENTRANT" in implementations and self.config.residual_connection != "standard":
                 raise ValueError(
-                    "a layer is in a reentrant `checkpoint_wrapper`, which would lose gradients of the depth state: use "
-                    "`CheckpointImpl.NO_REENTRANT`, or call `model.gradient_checkpointing_enable()`."
+                    "a layer is in a reentrant `checkpoint_wrapper`, which would lose gradients of the depth state: "
+                    "use `CheckpointImpl.NO_REENTRANT`, or call `model.gradient_checkpointing_enable()`."
                 )
         number = min(self.config.num_hidden_layers, len(layers))
         output, index = self._modules["output_attn_res_proj"], number * self.sublayers_per_layer

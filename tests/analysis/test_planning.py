@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from attnres.analysis.planning import (
     Batch,
@@ -27,6 +27,7 @@ from attnres.analysis.planning.search import devices_that_fit, layouts
 from attnres.backbones_attnres import config_on
 from attnres.configuration import count_parameters, load, names
 from attnres.conversion.family import retrofit_config
+from attnres.training.optimizer import build_optimizer
 
 SMALL = Device(memory=1e9, per_node=4)
 
@@ -94,6 +95,24 @@ def test_the_memory_of_one_device_is_that_of_its_parts_counted_by_hand(tiny):
     assert plan.memory["optimizer"] == number * 8
     kept = plan.memory["activations"] + plan.memory["block states"]
     assert kept == tiny.trace(1).peak()
+
+
+@pytest.mark.parametrize("vocabulary", [64, 512])
+@pytest.mark.parametrize("query", ["learned", "input_dependent"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_optimizer_keeps_as_many_bytes_as_planned(optimizer, query, vocabulary):
+    config = config_on("llama")(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        residual_connection="attn_res", attn_res_query=query,
+    )  # fmt: skip
+    plan = plan_layout(Costs(config, Job(1, 64, 128, optimizer=optimizer)), Layout(), SMALL)
+    model = AutoModelForCausalLM.from_config(config)
+    real = build_optimizer(model, name=optimizer, learning_rate=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    real.step()
+    kept = [tensor for state in real.state.values() for tensor in state.values() if torch.is_tensor(tensor)]
+    assert plan.memory["optimizer"] == sum(tensor.nbytes for tensor in kept if tensor.ndim)  # without counts of steps
 
 
 def test_a_llama_on_eight_devices_has_the_weights_of_a_sum_on_paper():

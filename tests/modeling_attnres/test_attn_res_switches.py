@@ -279,9 +279,36 @@ def test_switches_that_are_not_allowed_are_refused_in_one_line(backbones, switch
         assert "\n" not in str(caught.value)
 
 
+FEWER = [switches for switches in (*SINGLE, *SEVERAL) if switches.get("query") != "none"]
+FEWER += [{"window": 2, "count_prior": True}, {"window": 2, "blocks": "rms"}]
+
+
 @torch.no_grad()
-def test_layers_cannot_be_removed_where_a_switch_needs_their_index(backbones):
+@pytest.mark.parametrize("layers", [4, 3])
+@pytest.mark.parametrize("switches", FEWER, ids=text)
+def test_a_model_that_leaves_layers_out_equals_one_without_these_layers(backbones, switches, layers):
+    fields = {"attn_res_block_size": 3, **named(switches)}
+    whole = double(build(backbones, "llama", "attn_res", num_hidden_layers=5, **fields))
+    fewer = double(build(backbones, "llama", "attn_res", num_hidden_layers=layers, **fields))
+    fewer.load_state_dict({name: whole.state_dict()[name] for name in fewer.state_dict()})
+    token_ids = backbones.token_ids()
+    expected = fewer(token_ids, output_depth_attentions=True)
+    before = whole(token_ids).logits
+    whole.config.num_hidden_layers = layers  # early exit
+    early = whole(token_ids, output_depth_attentions=True)
+    whole.config.num_hidden_layers = 5
+    assert torch.equal(whole(token_ids).logits, before)
+    del whole.model.layers[layers:]
+    removed = whole(token_ids, output_depth_attentions=True)
+    for actual in (early, removed):
+        assert torch.equal(actual.logits, expected.logits)
+        for weights, right in zip(actual.depth_attentions, expected.depth_attentions, strict=True):
+            assert torch.equal(weights, right)
+
+
+@torch.no_grad()
+def test_a_state_of_another_place_is_refused_where_a_switch_needs_the_index(backbones):
     model = build(backbones, "llama", "attn_res", attn_res_count_prior=True, attn_res_block_size=3)
-    model.model.layers = model.model.layers[:3]
-    with pytest.raises(ValueError, match="sublayer 10 reads 5 sources, but there are 3"):
-        model(backbones.token_ids())
+    state, norm = (torch.zeros(1, 2, 32),) * 2, model.model.output_attn_res_norm
+    with pytest.raises(ValueError, match="sublayer 10 must read 5 sources, got a state with 2"):
+        model.model.output_attn_res_proj(state, norm())

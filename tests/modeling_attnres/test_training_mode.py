@@ -1,5 +1,6 @@
 """Checkpointing, mixed precision, frozen parts, DDP and `torch.compile` do not change the gradients."""
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers.integrations import moe
 
 from attnres import AttnResForCausalLM, depth_attention
@@ -61,6 +63,26 @@ def test_checkpointing_gives_the_same_gradients(model, token_ids, use_reentrant,
     assert_same_gradients(gradients(model, token_ids), expected)
     model.gradient_checkpointing_disable()
     assert_same_gradients(gradients(model, token_ids), expected)
+
+
+def gradients_in_wrappers(model: nn.Module, token_ids: Tensor, implementation: CheckpointImpl) -> dict[str, Tensor]:
+    """Return the gradients of a copy whose layers are in PyTorch's wrapper, by the model's names."""
+    model = copy.deepcopy(model)
+    layers = [checkpoint_wrapper(layer, checkpoint_impl=implementation) for layer in model.model.layers]
+    model.model.layers = nn.ModuleList(layers)
+    with torch.no_grad():  # without gradients, nothing can be lost
+        loss_of(model, token_ids)
+    return {k.replace("_checkpoint_wrapped_module.", ""): v for k, v in gradients(model, token_ids).items()}
+
+
+def test_wrappers_of_pytorch_give_the_same_gradients_or_are_refused(model, token_ids):
+    expected = gradients(model, token_ids)
+    assert_same_gradients(gradients_in_wrappers(model, token_ids, CheckpointImpl.NO_REENTRANT), expected)
+    if model.config.residual_connection == "standard":
+        assert_same_gradients(gradients_in_wrappers(model, token_ids, CheckpointImpl.REENTRANT), expected)
+        return
+    with pytest.raises(ValueError, match=r"in a reentrant `checkpoint_wrapper`.* use `CheckpointImpl.NO_REENTRANT`"):
+        gradients_in_wrappers(model, token_ids, CheckpointImpl.REENTRANT)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Adapters: which weights get one, which tensors are trained and saved, and that loading and merging keep the model."""
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -432,6 +433,24 @@ def test_peft_alone_trains_and_saves_the_attn_res_tensors_in_modules_to_save(bas
         adapted.save_pretrained(tmp_path)
         again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base(name)), tmp_path).eval()
         assert torch.allclose(again(ids).logits, expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_connections_that_peft_saves_follow_their_layers(base):
+    model = AutoModelForCausalLM.from_pretrained(base("attnres_llama")).eval()
+    ids, names = torch.randint(3, 99, (2, 11)), attnres.peft_modules_to_save(model)
+    for tensor in residual_tensors(model).values():
+        tensor.add_(torch.randn_like(tensor), alpha=0.3)
+    config = LoraConfig(target_modules="all-linear", modules_to_save=names, task_type="CAUSAL_LM")
+    adapted = get_peft_model(copy.deepcopy(model), config).eval()  # computes the same, because LoRA starts at zero
+    before = adapted(ids, use_cache=False).logits
+    for decoder in (model.model, adapted.get_base_model().model):
+        del decoder.layers[0]
+        decoder.config.num_hidden_layers = len(decoder.layers)
+    expected = model(ids, use_cache=False).logits
+    assert (expected - before).abs().max() > 1e-2
+    torch.testing.assert_close(adapted(ids, use_cache=False).logits, expected)
+    torch.testing.assert_close(adapted.merge_and_unload()(ids, use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize("targets", [["mlp_res_proj"], "mlp_res_norm", ["q_proj", "output_attn_res_proj"]], ids=str)
