@@ -74,7 +74,7 @@ class CpuPlan(InferencePlan):
 
     def _takes_norm(self, weight: Tensor, sources: Sources) -> bool:
         fits = weight.dtype is sources[0].dtype and weight.shape == sources[0].shape[-1:]
-        return fits and weight.is_cpu and weight.is_contiguous()
+        return fits and weight.is_cpu and weight.is_contiguous() and not weight.is_neg()
 
     def _phase_one(self, queries: Tensor, eps: float, prepared: call.CheckedSources) -> Phase:
         return kernels.phase_one(queries, eps, prepared)

@@ -251,6 +251,20 @@ def test_a_source_that_changes_between_two_reads_is_read_again(change, has_phase
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shape", [(1, 1), (2, 8), (2, 20)], ids=str)
+def test_a_result_stays_as_it_is_during_later_reads_and_passes(shape):
+    reads, kept = decoder(), []
+    for _ in range(2):
+        plan, state = IMPLEMENTATION.inference_plan(reads), torch.randn(*shape, WIDTH)
+        for connection, _, _ in (*reads, reads[3], reads[3]):  # the same place may be read again
+            h = plan.read(connection, state)[0]
+            kept.append((h, h.clone()))
+            state = *(state if isinstance(state, tuple) else (state,)), torch.randn(*shape, WIDTH)
+    assert all(torch.equal(h, before) for h, before in kept)
+    assert len({h.data_ptr() for h, _ in kept}) == len(kept)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("has_phases", [False, True])
 def test_a_source_with_freed_memory_is_left_to_the_connection(has_phases, monkeypatch):
     if has_phases:
