@@ -67,20 +67,21 @@ def _is_of_its_file(module_class: type, name: str, method: Callable | None) -> b
     return method.__code__.co_filename == file and method.__qualname__ == f"{owner.__qualname__}.{name}"
 
 
-def is_plain_rms_norm(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether calling a module on numbers of `dtype` is `weight * (x * rsqrt(mean(x^2) + variance_epsilon))`.
+def is_plain_rms_norm(module: nn.Module, *dtypes: torch.dtype) -> bool:
+    """Return whether calling a module is `weight * (x * rsqrt(mean(x^2) + variance_epsilon))`.
 
-    The mean must be in float32, and the product in parentheses rounded to `dtype`. A trial on some numbers must agree
-    bit for bit.
+    The mean must be in float32, and the product in parentheses rounded to the dtype of `x`. A trial on some numbers
+    must agree bit for bit.
 
     Args:
         module: the norm.
-        dtype: dtype of its input.
+        dtypes: dtypes of its input `x`, for all of which this must hold.
     """
     if not isinstance(vars(module).get("variance_epsilon"), float) or not runs_forward_alone(module):
         return False
     weight = module._parameters.get("weight")
-    return weight is not None and weight.ndim == 1 and _computes_rms_norm(type(module).forward, dtype)
+    is_vector = weight is not None and weight.ndim == 1
+    return is_vector and all(_computes_rms_norm(type(module).forward, dtype) for dtype in dtypes)
 
 
 @cache

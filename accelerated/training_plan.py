@@ -29,7 +29,7 @@ class TrainingPlan:
     def __init__(self, reads: Sequence[Read], attend: Callable):
         self._attend = attend
         self._modules = {
-            id(connection): (key_norm, norm if norm is not None and _is_plain_norm(norm) else None)
+            id(connection): (key_norm, norm if norm is not None and is_plain_rms_norm(norm, *_DTYPES) else None)
             for connection, key_norm, norm in reads
         }
 
@@ -76,10 +76,6 @@ def make_training_plan(reads: Sequence[Read], attend: Callable) -> TrainingPlan 
     if not torch.is_grad_enabled() or not are_plain(reads):
         return None
     return TrainingPlan(reads, attend)
-
-
-def _is_plain_norm(norm: nn.Module) -> bool:
-    return all(is_plain_rms_norm(norm, dtype) for dtype in _DTYPES)
 
 
 __all__ = ["TrainingPlan", "make_training_plan"]
