@@ -18,7 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["attnres", "attnres.conversion", "attnres.training.train", "attnres.commands.app"])
+_FORKS.set_forkserver_preload(
+    # The last is what `torch.compile` imports at its first call, which takes a second. Importing it compiles nothing.
+    ["attnres", "attnres.conversion", "attnres.training.train", "attnres.commands.app", "torch._inductor.compile_fx"]
+)
 
 
 def run(

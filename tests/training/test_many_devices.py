@@ -24,7 +24,7 @@ from attnres.configuration import load
 from .. import forks
 from .running import ACCELERATE_YAMLS, results, run_until, wait_for
 
-SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "steps=6", "save_every=3", "log_every=1")
+SIZES = ("length=64", "batch_size=4", "micro_batch_size=1", "tokens=null", "steps=4", "save_every=2", "log_every=1")
 FEW = "held_out_sequences=8"  # most of the time would go into held-out losses
 TP = "tensor_parallel"
 # A hybrid with balanced experts, from scratch and from a published layout; Kimi K3; and a retrofit, with tied weights.
@@ -184,7 +184,7 @@ def test_several_processes_give_the_run_of_one(
     """Each group computes its part of the batch; with tensor parallelism, a process has half of each matrix.
 
     With accelerate's FSDP2, the first process alone has the weights at the start; embedding and head are tied. The runs
-    of four processes are stopped after the second step, and resumed.
+    of four processes are stopped after the first step, before a checkpoint is due, and resumed.
     """
     out = tmp_path / "out"
     if config == "fsdp2":
@@ -192,7 +192,7 @@ def test_several_processes_give_the_run_of_one(
     changes = [f"distributed={distributed}"] if distributed else []
     if run == "kimi_k3":  # with checkpointing, which the run in one process has not
         changes.append("trainer.gradient_checkpointing=true")
-    stopped_after = "2" if processes == 4 else ""
+    stopped_after = "1" if processes == 4 else ""
     done = run_in_forks(arguments(run, out, *changes), config, processes, stopped_after)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("Written to") == 1
@@ -202,8 +202,8 @@ def test_several_processes_give_the_run_of_one(
     assert_same_run(out, single(run))
     # The last checkpoint holds the same model, also if each process has written its part.
     shards = processes if distributed else 0
-    assert len(list((out / "checkpoint-6").glob("shard-*.safetensors"))) == shards
-    models = [AutoModelForCausalLM.from_pretrained(out / name).state_dict() for name in ("model", "checkpoint-6")]
+    assert len(list((out / "checkpoint-4").glob("shard-*.safetensors"))) == shards
+    models = [AutoModelForCausalLM.from_pretrained(out / name).state_dict() for name in ("model", "checkpoint-4")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
@@ -222,10 +222,10 @@ def test_a_run_of_two_processes_that_is_stopped_resumes_bit_for_bit(distributed,
     command = arguments("scratch", stopped, *distributed)
     if stop == "a kill":
         words = ("-m", "attnres_cli", "train", *command)
-        run_until(stopped / "checkpoint-3", words, forks.ranks(environment_of("ddp", 2), 2))
+        run_until(stopped / "checkpoint-2", words, forks.ranks(environment_of("ddp", 2), 2))
     else:
         process = launch(command)
-        while not (line := process.stdout.readline()).startswith("step 4:"):
+        while not (line := process.stdout.readline()).startswith("step 2:"):
             assert line
         second = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
         second.send_signal(signal.SIGTERM)  # to one of them
@@ -266,7 +266,7 @@ def test_a_pipeline_gives_the_run_of_one_process_and_resumes_also_with_more_stag
     counts = results(expected)["pipeline"]
     assert counts["sent_bytes"] == counts["sent_gradient_bytes"] == sum(counts["transition_bytes"]) > 0
     assert counts["cached_bytes_peak"] > 0
-    assert sorted(path.name for path in (expected / "checkpoint-6").glob("model[-.]*")) == [
+    assert sorted(path.name for path in (expected / "checkpoint-4").glob("model[-.]*")) == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
@@ -274,7 +274,7 @@ def test_a_pipeline_gives_the_run_of_one_process_and_resumes_also_with_more_stag
 
     command = arguments("kimi_k3", stopped, *ways, "pipeline={stages: 2, virtual: 2, microbatches: 2}")
     process = launch(command)
-    wait_for(stopped / "checkpoint-3", process)
+    wait_for(stopped / "checkpoint-2", process)
     second = next(p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1")
     second.kill()
     _, errors = process.communicate(timeout=60)
@@ -285,7 +285,7 @@ def test_a_pipeline_gives_the_run_of_one_process_and_resumes_also_with_more_stag
     output = run_to_the_end(command)
     assert "Resuming from" in output
     assert_same_run(stopped, expected, tolerance=0)
-    assert_same_checkpoint(stopped / "checkpoint-6", expected / "checkpoint-6")
+    assert_same_checkpoint(stopped / "checkpoint-4", expected / "checkpoint-4")
 
     # In the same folder, since a run does not resume in another one.
     shutil.rmtree(stopped)
@@ -343,7 +343,7 @@ def count_parameters(self, model, *arguments):
 
 def stop_after_the_checkpoint(self, *arguments):
     batches.append(arguments)
-    if rank == "1" and len(batches) == 7:  # the first of the two of step 4
+    if rank == "1" and len(batches) == 5:  # the first of the two of step 3
         (folder / "stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
     return step(self, *arguments)
