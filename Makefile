@@ -8,7 +8,8 @@
 
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
-INSTALL = $(PIP) install --constraint constraints.txt
+# Python compiles what it imports, at the first import. pip would compile all files, which takes a minute on one core.
+INSTALL = $(PIP) install --no-compile --constraint constraints.txt
 
 .PHONY: demo check test lint docs notebooks address serving engines suite versions clean
 demo: .venv/demo.installed

@@ -35,12 +35,14 @@ def environment(
         shutil.rmtree(folder, ignore_errors=True)
         # The `setuptools` that comes with `venv` would hide a newer one below.
         _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", f"--python={python}", "install", "--quiet"]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", f"--python={python}"]
+        install = [*pip, "install", "--no-compile"]  # Python compiles what it imports, which is a part
         requirements += () if dependencies else ("--no-deps",)
         if alone:
             torch = next(pin for pin in PINS if pin.startswith("torch=="))
-            _run(*pip, torch)  # by itself and by name: a range would take a build with CUDA where one for the CPU is
-            _run(*pip, torch, *requirements)
+            # By itself and by name: a range would take a build with CUDA where one for the CPU is at hand.
+            _run(*install, torch)
+            _run(*install, torch, *requirements)
         else:
             below = sysconfig.get_path("purelib")
             # Not the bare folder: an editable install lies there as a `.pth` file, which only `addsitedir` reads.
@@ -49,9 +51,9 @@ def environment(
             own = {requirement.partition("==")[0] for requirement in requirements}
             pins = folder / "constraints.txt"
             pins.write_text("\n".join(pin for pin in PINS if pin.partition("==")[0] not in own))
-            _run(*pip, "--constraint", str(pins), *requirements)
+            _run(*install, "--constraint", str(pins), *requirements)
         if without:
-            _run(*pip[:-2], "uninstall", "--quiet", "--yes", *without)
+            _run(*pip, "uninstall", "--yes", *without)
         finished.write_text(wanted)
     return python
 
