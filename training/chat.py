@@ -59,7 +59,7 @@ class _ChatEncoder:
             template = self.tokenizer.get_chat_template(tools=tools)
             marked = _GENERATION.search(template) is not None
             text, parts = self._marked(template, messages, tools) if marked else self._unmarked(messages, tools)
-            opening = self._opening(messages, tools) if marked else None
+            ending = self._ending(template, messages, tools) if marked else None
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation: {' '.join(str(error).split())}") from error
         ids = self._tokens(text)
@@ -67,7 +67,7 @@ class _ChatEncoder:
         for part in parts:
             start, end = self._token_span(text, ids, *part)
             # Marks usually end before the token that ends the turn, which the model has to write too.
-            if marked and ids[end : end + 1] != [opening] and not self.added_tokens.isdisjoint(ids[end : end + 1]):
+            if ending is not None and ids[end : end + 1] == [ending]:
                 end += 1
             else:
                 end = self._without_trailing_space(ids, start, end)
@@ -119,15 +119,20 @@ class _ChatEncoder:
         last = next((i for i in range(end - 1, start - 1, -1) if ids[i] in self.added_tokens), None)
         return end if last is None or self.tokenizer.decode(ids[last + 1 : end]).strip() else last + 1
 
-    def _opening(self, messages: list[dict], tools: list | None) -> int | None:
-        """Return the first token of the prompt for an assistant turn, or `None`.
+    def _ending(self, template: str, messages: list[dict], tools: list | None) -> int | None:
+        """Return the control token that ends a turn behind the marked part, or `None`.
 
-        In a template without end-of-turn tokens, this token may follow a marked part, and does not belong to it.
+        It is the token behind the part in a conversation that ends with this turn. In a longer one, the token behind a
+        part may begin the next turn: where the marks include the end, or where turns have no end.
         """
-        before = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        prompt = self._render(messages[:before], tools, add_generation_prompt=True)
-        tokens = self._tokens(prompt.removeprefix(self._render(messages[:before], tools)))
-        return next(iter(tokens), None)
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                text, parts = self._marked(template, messages[: i + 1], tools)
+                if parts:
+                    ids = self._tokens(text)
+                    _, end = self._token_span(text, ids, *parts[-1])
+                    return next((token for token in ids[end : end + 1] if token in self.added_tokens), None)
+        return None
 
     def _render(self, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:
         return self.tokenizer.apply_chat_template(

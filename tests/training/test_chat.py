@@ -92,12 +92,19 @@ TOOLS_MARKED = r"""
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 # Template -> the token that ends a turn.
+# As those of DeepSeek and Mistral: the mark includes the end of the turn, and a control token of the next turn follows.
+ROLES_MARKED = (
+    "{%- for message in messages %}{% if message['role'] == 'user' %}{{ '<|start_header_id|>' + message['content'] }}"
+    "{% else %}{{ '<|end_header_id|>' }}{% generation %}{{ message['content'] + '<|eot_id|>' }}{% endgeneration %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|end_header_id|>' }}{% endif %}"
+)
 TEMPLATES = {
     "chatml": (CHATML, "<|im_end|>"),
     "chatml, marked": (CHATML_MARKED, "<|im_end|>"),
     "chatml, text marked": (CHATML_MARKED_TEXT, "<|im_end|>"),
     "llama 3": (LLAMA3, "<|eot_id|>"),
     "instruct": (INSTRUCT, "<|eot_id|>"),
+    "roles, marked": (ROLES_MARKED, "<|eot_id|>"),
 }
 CONTROL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
