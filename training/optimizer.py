@@ -213,9 +213,12 @@ def build_schedule(
         )
     if name == "cosine":
         return get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup_steps, steps, min_lr_rate=min_rate)
-    return get_wsd_schedule(
+    schedule = get_wsd_schedule(
         optimizer, warmup_steps, decay_steps, num_training_steps=steps, decay_type=decay_type, min_lr_ratio=min_rate
     )
+    (factor, *_) = schedule.lr_lambdas
+    # That function would begin the warm-up at `min_rate`.
+    return LambdaLR(optimizer, lambda step: step / warmup_steps if step < warmup_steps else factor(step))
 
 
 def _residual_groups(model: nn.Module, parameters: list[nn.Parameter], rate: float) -> list[dict[str, Any]]:

@@ -88,6 +88,8 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
         )
     # The recipe may override these.
     defaults = {
+        # Each process reads the whole stream. By default one reads it and joins what it sends, which must be tensors.
+        **({"accelerator_config": {"dispatch_batches": False}} if recipe.streaming else {}),
         "eval_strategy": "steps",
         "eval_steps": recipe.save_every,
         "eval_on_start": True,
@@ -294,13 +296,20 @@ def prepare_data(
     encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
     load_spec = partial(load_blocks, encode=encode, separate=recipe.separate_documents)
     train = load_spec(spec, tokenizer, recipe.length, seed=recipe.seed)
-    # The tokens of a stream are not known yet: its files stand in for them.
-    digests = {"train": repr(file_identities(spec)) if recipe.streaming else digest_of(train)}
+    if recipe.streaming:
+        # The tokens of a stream are not known yet: its files stand in for them.
+        digests = {"train": repr(file_identities(spec))}
+        # `Trainer` does not know where a pass over a stream ends: it would add the micro-batches of a short last step
+        # to the next step, and resume in the first pass. So there is one pass without an end.
+        train = train.repeat(None)
+    else:
+        digests = {"train": digest_of(train)}
     if recipe.held_out:
         split = recipe.held_out_split or recipe.split
         spec = replace(spec, paths=tuple(recipe.held_out), split=split, streaming=False)
         held_out = load_spec(spec, tokenizer, recipe.length, seed=None)
-        return train, held_out, digests | {"held_out": digest_of(held_out)}
+        whole = train if recipe.streaming else _whole_batches(train, recipe)
+        return whole, held_out, digests | {"held_out": digest_of(held_out)}
     if recipe.streaming:
         raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
     # At most a tenth of the data, so that most of a small data set is left to train on.
@@ -312,12 +321,28 @@ def prepare_data(
             f"{counted(len(train), 'sequence')} of {recipe.length} tokens: hold out fewer, name other data by "
             "`held_out`, or give more data, or a smaller `length`."
         )
-    if num_train < recipe.batch_size:
+    held_out = train.select(range(num_train, len(train)))
+    return _whole_batches(train.select(range(num_train)), recipe, len(held_out)), held_out, digests
+
+
+def _whole_batches(train: "Dataset", recipe: Recipe, num_held_out: int = 0) -> "Dataset":
+    """Return the sequences without the last ones, which make no whole batch. Raise ValueError if none is left.
+
+    The last batch of an epoch would be short, and with several processes accelerate would fill it with sequences of the
+    epoch's first batch.
+    """
+    left_out = len(train) % recipe.batch_size
+    if left_out == len(train):
+        held_out = f", {num_held_out} of them held out" if num_held_out else ""
         raise ValueError(
-            f"the data has {len(train)} sequences of {recipe.length} tokens, {count} of them held "
-            f"out: less than one batch of {recipe.batch_size}. Give more data, or smaller `length` or `batch_size`."
+            f"the data has {counted(len(train) + num_held_out, 'sequence')} of {recipe.length} tokens{held_out}: less "
+            f"than one batch of {recipe.batch_size}. Give more data, or smaller `length` or `batch_size`."
         )
-    return train.select(range(num_train)), train.select(range(num_train, len(train))), digests
+    whole = train.select(range(len(train) - left_out))
+    if left_out:
+        last = f"the last {counted(left_out, 'sequence')} left out, which fill no batch"
+        whole.info.description = ", ".join(filter(None, [train.info.description, last]))
+    return whole
 
 
 def identify_model(recipe: Recipe) -> dict[str, str]:

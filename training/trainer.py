@@ -9,12 +9,13 @@ It differs from `Trainer` as follows:
 - The log has the load of the experts, tokens/s and the depth attention.
 """
 
+import contextlib
 import os
 import secrets
 import shutil
 import signal
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
@@ -257,14 +258,16 @@ class AttnResTrainer(ResumableTrainer):
         if state_dict is not None:
             # Gathering copies tied weights, and `save_pretrained` does not see that the copies are tied.
             state_dict = {name: state_dict[name] for name in state_dict if name not in model.all_tied_weights_keys}
-        # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
-        model.save_pretrained(
-            output_dir,
-            state_dict=state_dict,
-            is_main_process=is_main,
-            save_original_format=not is_checkpoint,
-            distributed_checkpoint=self.divided and is_checkpoint,
-        )
+        in_parts = self.divided and is_checkpoint
+        with _untied(model) if in_parts else contextlib.nullcontext():
+            # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
+            model.save_pretrained(
+                output_dir,
+                state_dict=state_dict,
+                is_main_process=is_main,
+                save_original_format=not is_checkpoint,
+                distributed_checkpoint=in_parts,
+            )
         if division is not None:
             model.config.distributed_config = division
 
@@ -356,6 +359,27 @@ class AttnResTrainer(ResumableTrainer):
             load_optimizer_distributed(self.model, self.optimizer.optimizer, str(folder / OPTIMIZER))
         with explained_reading(folder / SCHEDULER_NAME, folder):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+
+@contextlib.contextmanager
+def _untied(model: PreTrainedModel) -> Iterator[None]:
+    """Give tied parameters memory of their own for a while.
+
+    `transformers` writes all parameters of a divided checkpoint, and `safetensors` refuses those that share memory, as
+    they do in a resumed run.
+    """
+    model.state_dict()  # FSDP2 puts the parts of parameters into the modules before it reads them
+    tied = []
+    for name in model.all_tied_weights_keys:
+        owner, _, leaf = name.rpartition(".")
+        parameters = model.get_submodule(owner)._parameters
+        tied.append((parameters, leaf, parameters[leaf]))
+        parameters[leaf] = nn.Parameter(parameters[leaf].detach().clone(), requires_grad=parameters[leaf].requires_grad)
+    try:
+        yield
+    finally:
+        for parameters, leaf, parameter in tied:
+            parameters[leaf] = parameter
 
 
 def _check_separable(model: PreTrainedModel, recipe: Recipe) -> None:

@@ -33,6 +33,7 @@ RUNS = {
     "hybrid": ("pretrain", "model={hybrid}", FEW),
     "kimi_k3": ("pretrain", "model={kimi_k3}", FEW),
     "retrofit": ("heal", "model={source}", "retrofit={{block_size: 2}}", "residual_alone=0.5", FEW),
+    "stream": ("heal", "model={source}", "retrofit={{block_size: 2}}", "streaming=true", "held_out={short}"),
 }
 
 
@@ -47,7 +48,10 @@ def folders(assets, tmp_path_factory) -> dict[str, Path]:
         AutoModelForCausalLM.from_config(config).save_pretrained(shared / name)
         tokenizer.save_pretrained(shared / name)
     text = assets / "corpora" / "tinystories" / "valid.txt"
-    return {"source": source, "text": text} | {name: shared / name for name in models}
+    # Six sequences: a pass over them ends within a step.
+    short = shared / "short.txt"
+    short.write_text(text.read_text(encoding="utf-8")[:800], encoding="utf-8")
+    return {"source": source, "text": text, "short": short} | {name: shared / name for name in models}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,8 @@ def arguments(folders) -> Callable[..., list[str]]:
 
     def build(run: str, out: Path, *changes: str) -> list[str]:
         recipe = [part.format(**folders) for part in RUNS[run]]
-        data = (f"train={folders['text']}", f"out={out}", "optimizer=adamw", "learning_rate=3e-4")
+        text = folders["short" if run == "stream" else "text"]
+        data = (f"train={text}", f"out={out}", "optimizer=adamw", "learning_rate=3e-4")
         return [*recipe, *data, *SIZES, *changes]
 
     return build
@@ -172,6 +177,7 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
     "run, config, distributed, processes, how",
     [
         ("retrofit", "fsdp2", None, 2, "the model divided by accelerate (FSDP2)"),
+        ("stream", "ddp", None, 2, "each with the whole model (DDP)"),
         ("retrofit", "ddp", "{fsdp_size: 2}", 2, "divided by transformers (FSDP2 2)"),
         ("retrofit", TP, "{tp_size: 2, sequence_parallel: true}", 2, "by transformers (TP 2, sequence parallel)"),
         ("hybrid", TP, "{tp_size: 2, fsdp_size: 2}", 4, "by transformers (FSDP2 2, TP 2)"),
@@ -183,8 +189,8 @@ def test_several_processes_give_the_run_of_one(
 ):
     """Each group computes its part of the batch; with tensor parallelism, a process has half of each matrix.
 
-    With accelerate's FSDP2, the first process alone has the weights at the start; embedding and head are tied. The runs
-    of four processes are stopped after the first step, before a checkpoint is due, and resumed.
+    With accelerate's FSDP2, the first process alone has the weights at the start; embedding and head are tied. Some runs
+    are stopped before a checkpoint is due, and resumed: a stream in its second pass, the others after the first step.
     """
     out = tmp_path / "out"
     if config == "fsdp2":
@@ -192,7 +198,7 @@ def test_several_processes_give_the_run_of_one(
     changes = [f"distributed={distributed}"] if distributed else []
     if run == "kimi_k3":  # with checkpointing, which the run in one process has not
         changes.append("trainer.gradient_checkpointing=true")
-    stopped_after = "1" if processes == 4 else ""
+    stopped_after = "3" if run == "stream" else "1" if processes == 4 or distributed == "{fsdp_size: 2}" else ""
     done = run_in_forks(arguments(run, out, *changes), config, processes, stopped_after)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("Written to") == 1

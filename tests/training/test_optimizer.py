@@ -327,7 +327,7 @@ def test_a_schedule_rises_to_the_groups_rate_then_falls_to_the_minimum(name, len
     assert np.allclose(both[:, 1], 0.25 * both[:, 0])  # the groups keep their ratio
     rate = both[:, 0]
     assert rate[warmup] == 1.0
-    assert np.all(np.diff(rate[: warmup + 1]) > 0)
+    assert np.allclose(rate[:warmup], np.arange(warmup) / max(1, warmup))
     assert np.all(np.diff(rate[warmup:]) <= 1e-12)
     assert rate[-1] == pytest.approx(min_rate, abs=1e-9)
     if name == "wsd":
