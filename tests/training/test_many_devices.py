@@ -189,8 +189,8 @@ def test_several_processes_give_the_run_of_one(
 ):
     """Each group computes its part of the batch; with tensor parallelism, a process has half of each matrix.
 
-    With accelerate's FSDP2, the first process alone has the weights at the start; embedding and head are tied. Some runs
-    are stopped before a checkpoint is due, and resumed: a stream in its second pass, the others after the first step.
+    With accelerate's FSDP2, the first process alone has the weights at the start; embedding and head are tied. Some
+    runs are stopped before a checkpoint is due, and resumed: a stream in a later pass, the others after the first step.
     """
     out = tmp_path / "out"
     if config == "fsdp2":

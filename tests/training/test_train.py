@@ -124,12 +124,20 @@ def test_a_run_leaves_a_model_its_curve_and_its_held_out_loss(uninterrupted, fol
     assert [step for step, _ in results(out)["training_loss"]] == [2, 4, 6, 8, 10, 12]
 
 
-def test_without_a_number_a_tenth_of_the_data_is_held_out_and_at_most_64_sequences(folders, assets):
+def test_a_tenth_of_the_data_is_held_out_and_at_most_64_sequences_and_the_rest_is_trained_on_in_whole_batches(
+    folders, assets
+):
     tokenizer = AutoTokenizer.from_pretrained(folders["source"])
     for text, expected in ((folders["held_out"], 6), (assets / "corpora" / "tinystories" / "valid.txt", 64)):
-        recipe = read_recipe("heal", (f"model={folders['retrofit']}", f"train={text}", "out=out", "length=64"))
+        sizes = ("length=64", "batch_size=11", "micro_batch_size=1", "epochs=3")
+        recipe = read_recipe("heal", (f"model={folders['retrofit']}", f"train={text}", "out=out", *sizes))
         train, held_out, _ = prepare_data(recipe, tokenizer)
-        assert len(held_out) == expected == min(64, (len(train) + len(held_out)) // 10)
+        blocks = load_blocks(DataSpec((str(text),)), tokenizer, 64, seed=recipe.seed)
+        assert len(held_out) == expected == min(64, len(blocks) // 10)
+        left_out = (len(blocks) - expected) % 11
+        assert left_out > 0 and len(train) == len(blocks) - expected - left_out
+        assert f"the last {left_out} sequence" in train.info.description
+        assert recipe.count_steps(len(train)) == 3 * len(train) / 11
 
 
 def test_the_screen_shows_the_run_its_losses_and_its_results(uninterrupted):
