@@ -129,7 +129,7 @@ def forward(
     _run("forward", sources, multiplier, addresses, sources.addresses, eps, norm_eps)
 
 
-class Few:
+class FewTokens:
     """Arguments that [`read_few`] needs of all reads in a pass.
 
     Args:
@@ -149,7 +149,7 @@ class Few:
 
 
 def read_few(
-    few: Few,
+    few: FewTokens,
     position: int,
     sources: Sequence[Tensor],
     result: Tensor,
@@ -438,7 +438,7 @@ def _run(
 __all__ = [
     "DTYPES",
     "CheckedSources",
-    "Few",
+    "FewTokens",
     "Unfit",
     "backward",
     "checked",

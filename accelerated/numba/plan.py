@@ -22,7 +22,7 @@ class CpuPlan(InferencePlan):
         super().__init__(reads, queries)
         self._supported: torch.dtype | None = None  # the last dtype of sources that `supports` has accepted
         # The kind of sources that `read` takes in one step, and memory for the results of coming reads.
-        self._few: call.Few | None = None
+        self._few: call.FewTokens | None = None
         self._results: list[Tensor] = []
 
     def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
@@ -48,7 +48,7 @@ class CpuPlan(InferencePlan):
         # No read of the pass has more sources than there are reads.
         if two_phases_pay(number, shape.numel()) or not self._are_served(sources):
             return False
-        self._few = call.Few(self._queries, shape, dtype)
+        self._few = call.FewTokens(self._queries, shape, dtype)
         self._results = list(torch.empty((number, *shape), dtype=dtype, device="cpu").unbind())
         return True
 

@@ -70,7 +70,7 @@ def test_few_tokens_get_the_same_bits_as_by_checks_one_by_one(tokens, count, is_
     sources = tuple(torch.randn(2, tokens, 40).to(dtype) for _ in range(count))
     result, expected = torch.empty_like(sources[0]), torch.empty_like(sources[0])
     norm_weight = torch.randn(40).to(dtype) if has_norm else None
-    few, multiplier = call.Few(queries, sources[0].shape, dtype), count if is_sum else 1
+    few, multiplier = call.FewTokens(queries, sources[0].shape, dtype), count if is_sum else 1
     assert call.read_few(few, 2, sources, result, is_sum, 1e-6, norm_weight, 1e-5) is has_norm
     call.forward(queries[2], call.checked(sources), expected, None, multiplier, 1e-6, norm_weight, 1e-5)
     assert torch.equal(result, expected)
@@ -80,7 +80,7 @@ def test_few_tokens_get_the_same_bits_as_by_checks_one_by_one(tokens, count, is_
 @pytest.mark.parametrize("odd", NOT_READY.values(), ids=NOT_READY)
 def test_few_tokens_unlike_the_others_are_not_read(place, odd: Callable[[Tensor], Tensor]):
     sources, result = [torch.ones(2, 3, 8), torch.ones(2, 3, 8)], torch.zeros(2, 3, 8)
-    few = call.Few(torch.ones(1, 8), result.shape, result.dtype)
+    few = call.FewTokens(torch.ones(1, 8), result.shape, result.dtype)
     given = (sources, odd(result)) if place == "result" else ([sources[0], odd(sources[1])], result)
     assert call.read_few(few, 0, *given, True, 1e-6, None, 0.0) is None
     assert place == "result" or not result.any()
@@ -89,7 +89,7 @@ def test_few_tokens_unlike_the_others_are_not_read(place, odd: Callable[[Tensor]
 @pytest.mark.parametrize("odd", UNFIT_WEIGHTS.values(), ids=UNFIT_WEIGHTS)
 def test_few_tokens_are_read_without_a_norm_whose_weight_does_not_fit(odd: Callable[[Tensor], Tensor]):
     sources, result = [torch.ones(2, 3, 8)] * 2, torch.zeros(2, 3, 8)
-    few = call.Few(torch.ones(1, 8), result.shape, result.dtype)
+    few = call.FewTokens(torch.ones(1, 8), result.shape, result.dtype)
     assert call.read_few(few, 0, sources, result, True, 1e-6, odd(torch.full((8,), 9.0)), 0.0) is False
     assert (result == 2).all()
 

@@ -81,7 +81,7 @@ CASES = {
     ),
     "Kimi Linear with experts": case(2, 2, "Interleaved1F1B", 4, kimi=True, attn_res_block_size=3),
     # Weights in bfloat16; and weights in float32, with autocast to bfloat16, as `trainer.bf16=true` sets it. They make
-    # more steps, since the rounding of few varies.
+    # five steps, for which the test's limit was chosen.
     "weights in bfloat16": case(
         2,
         2,
