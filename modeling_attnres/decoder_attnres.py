@@ -79,7 +79,7 @@ class ResidualDecoderLayer:
             The state; after the last layer the input `[batch, seq, hidden]` of the final norm.
         """
         state, reader = hidden_states, reader or DepthReader()
-        # Not by `getattr`, which looks everywhere else first: in decoding, this would take as long as the reads.
+        # Not by `getattr`, which looks everywhere else first: in decoding, that is a good part of the time of a read.
         modules = self._modules
         if self.mixes_values:
             state, first_values = unpack_values(state)
@@ -244,15 +244,15 @@ class ResidualModel(ResidualPreTrainedModel):
                 raise ValueError("one layer is at two places of `layers`: put a copy at one of them.")
             for i, layer in enumerate(layers):
                 layer.move_to(i)
-        if torch.is_grad_enabled():
-            # Only PyTorch's `CheckpointWrapper` has this attribute.
-            implementations = {getattr(getattr(layer, "checkpoint_impl", None), "name", None) for layer in layers}
-            # The state between two layers of a standard model is one tensor, which reentrant checkpointing can track.
-            if "REENTRANT" in implementations and self.config.residual_connection != "standard":
-                raise ValueError(
-                    "a layer is in a reentrant `checkpoint_wrapper`, which would lose gradients of the depth state: "
-                    "use `CheckpointImpl.NO_REENTRANT`, or call `model.gradient_checkpointing_enable()`."
-                )
+        wrappers = [layer for layer in layers if not isinstance(layer, ResidualDecoderLayer)]
+        # PyTorch's `CheckpointWrapper` has this attribute.
+        is_reentrant = any(getattr(getattr(w, "checkpoint_impl", None), "name", None) == "REENTRANT" for w in wrappers)
+        # The state between two layers of a standard model is one tensor, which reentrant checkpointing can track.
+        if is_reentrant and torch.is_grad_enabled() and self.config.residual_connection != "standard":
+            raise ValueError(
+                "a layer is in a reentrant `checkpoint_wrapper`, which would lose gradients of the depth state: use "
+                "`CheckpointImpl.NO_REENTRANT`, or call `model.gradient_checkpointing_enable()`."
+            )
         number = min(self.config.num_hidden_layers, len(layers))
         output, index = self._modules["output_attn_res_proj"], number * self.sublayers_per_layer
         if getattr(output, "sublayer", None) != index:

@@ -36,7 +36,7 @@ def environment(
         # The `setuptools` that comes with `venv` would hide a newer one below.
         _run(sys.executable, "-m", "venv", "--without-pip", str(folder))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", f"--python={python}"]
-        install = [*pip, "install", "--no-compile"]  # Python compiles what it imports, which is a part
+        install = [*pip, "install", "--no-compile"]  # Python compiles the files that it imports
         requirements += () if dependencies else ("--no-deps",)
         if alone:
             torch = next(pin for pin in PINS if pin.startswith("torch=="))

@@ -92,7 +92,7 @@ TOOLS_MARKED = r"""
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 # Template -> the token that ends a turn.
-# As those of DeepSeek and Mistral: the mark includes the end of the turn, and a control token of the next turn follows.
+# A mark includes the end of its turn, and the next turn begins with a control token, as for DeepSeek and Mistral.
 ROLES_MARKED = (
     "{%- for message in messages %}{% if message['role'] == 'user' %}{{ '<|start_header_id|>' + message['content'] }}"
     "{% else %}{{ '<|end_header_id|>' }}{% generation %}{{ message['content'] + '<|eot_id|>' }}{% endgeneration %}"
