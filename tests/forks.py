@@ -8,14 +8,16 @@ import gc
 import multiprocessing.connection
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
@@ -57,7 +59,8 @@ def launch(
     Raises:
         subprocess.TimeoutExpired: it takes longer than `timeout` seconds, and all are killed.
     """
-    return _run([*map(str, arguments)], None, ranks(env, processes), timeout)
+    with ranks(env, processes) as environments:
+        return _run([*map(str, arguments)], None, environments, timeout)
 
 
 class Fork:
@@ -123,15 +126,17 @@ def start(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] = 
     return Fork([*map(str, arguments)], cwd or Path.cwd(), env)
 
 
-def ranks(env: Mapping[str, str], processes: int) -> list[dict[str, str]]:
-    """Return the environments of the ranks of `torchrun`, on a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
-    return [
-        dict(env) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
-        for rank in range(processes)
-    ]
+@contextmanager
+def ranks(env: Mapping[str, str], processes: int) -> Iterator[list[dict[str, str]]]:
+    """Give the environments of the ranks of `torchrun`.
+
+    As with `torchrun`, the store in which the ranks find each other is not in one of them: when the rank with the store
+    is stopped, another one may wait for an answer of the store without a limit.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    yield [dict(env) | shared | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def _run(

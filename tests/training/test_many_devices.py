@@ -227,7 +227,8 @@ def test_a_run_of_two_processes_that_is_stopped_resumes_bit_for_bit(distributed,
     command = arguments("scratch", stopped, *distributed)
     if stop == "a kill":
         words = ("-m", "attnres_cli", "train", *command)
-        run_until(stopped / "checkpoint-2", words, forks.ranks(environment_of("ddp", 2), 2))
+        with forks.ranks(environment_of("ddp", 2), 2) as ranks:
+            run_until(stopped / "checkpoint-2", words, ranks)
     else:
         process = launch(command)
         while not (line := process.stdout.readline()).startswith("step 2:"):
@@ -368,8 +369,8 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
     outs = [tmp_path / name for name in ("pipeline", "one")]
     changes = "micro_batch_size=2", "trainer.bf16=true"
     command = arguments("scratch", outs[0], *changes, "pipeline={stages: 2, timeout: 20}")
-    ranks = forks.ranks(environment_of("ddp", 2) | {"FOLDER": str(tmp_path)}, 2)
-    with ThreadPoolExecutor() as threads:
+    environment = environment_of("ddp", 2) | {"FOLDER": str(tmp_path)}
+    with forks.ranks(environment, 2) as ranks, ThreadPoolExecutor() as threads:
         ends = [threads.submit(forks.run, "-c", STOPS, "train", *command, env=rank, timeout=200) for rank in ranks]
         first = ends[0].result()
         process = psutil.Process(int((tmp_path / "stopped").read_text()))
@@ -400,8 +401,7 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
 def test_an_error_of_one_process_is_reported_without_the_lost_connection_of_the_other(arguments, tmp_path):
     """Without a launcher, which would end the other process before it notices."""
     command = ("-m", "attnres_cli", "train", *arguments("retrofit", tmp_path / "out", "retrofit={block_size: 0}"))
-    ranks = forks.ranks(environment_of("ddp", 2), 2)
-    with ThreadPoolExecutor() as threads:
+    with forks.ranks(environment_of("ddp", 2), 2) as ranks, ThreadPoolExecutor() as threads:
         ends = [threads.submit(forks.run, *command, env=rank, timeout=200) for rank in ranks]
     assert [end.result().returncode for end in ends] == [1, 1]
     first, second = (end.result().stderr for end in ends)

@@ -49,8 +49,7 @@ with explained_timeouts(recipe):
 @pytest.mark.parametrize("stops", ["0", "1"])
 def test_a_process_that_stops_before_training_ends_the_others_but_a_long_preparation_does_not(stops, tmp_path):
     path, other = tmp_path / "pid", 1 - int(stops)
-    ranks = forks.ranks(environment_of("ddp", 2), 2)
-    with ThreadPoolExecutor() as threads:
+    with forks.ranks(environment_of("ddp", 2), 2) as ranks, ThreadPoolExecutor() as threads:
         ends = [threads.submit(forks.run, "-c", WAITS, stops, path, env=rank, timeout=60) for rank in ranks]
         done = ends[other].result()
         psutil.Process(int(path.read_text())).kill()
