@@ -47,8 +47,10 @@ def read_text(path: str | os.PathLike, tokens: int) -> InspectedText:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is not UTF-8, or holds nothing but white space.
+        ValueError: The file is JSON or not UTF-8, or holds nothing but white space.
     """
+    if Path(path).suffix in (".json", ".jsonl"):
+        raise ValueError(f"{path} must be plain text, but its name says that it is JSON: write its texts to a file.")
     try:
         with open(path, encoding="utf-8") as file:
             content = file.read(_CHARACTERS_PER_TOKEN * tokens).lstrip()

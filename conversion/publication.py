@@ -148,8 +148,9 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
             )
         if unpublished_model(checkpoint, config) is not None:
             raise ValueError(
-                f"{folder} is a training checkpoint. Publish the model that the run writes at its end, or convert this "
-                "checkpoint by `attnres convert`."
+                f"{folder} is a training checkpoint. Publish the model that the run writes at its end, or load this "
+                "checkpoint by `from_pretrained` and save it by `save_pretrained`, which gives its tensors their "
+                "published names."
             )
         complete_model(checkpoint, config)
     return config, checkpoint

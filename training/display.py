@@ -100,7 +100,10 @@ def _notes(recipe: Recipe, model: PreTrainedModel, steps: int, sequences: int | 
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and recipe.length > positions:
-        yield f"length={recipe.length} is beyond the {positions:,} positions that the model is made for."
+        yield (
+            f"length={recipe.length} is beyond the {positions:,} positions that the model is made for: give at most "
+            f"length={positions}."
+        )
 
 
 def show_share(share: float) -> str:

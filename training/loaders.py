@@ -177,8 +177,13 @@ def describe_missing_column(place: str, column: str, columns: Iterable[str]) -> 
         column: The missing column.
         columns: The columns that there are.
     """
+    columns = list(columns)
     present = ", ".join(f"`{name}`" for name in columns)
-    return f"{place} has no column `{column}`; it has {present or 'no columns'}."
+    remedy = ""
+    if column == "text" and columns:  # the column of a recipe that names none
+        is_chat = "messages" in columns or "conversations" in columns
+        remedy = " The recipe `sft` trains on conversations." if is_chat else " Give `column=NAME`."
+    return f"{place} has no column `{column}`; it has {present or 'no columns'}.{remedy}"
 
 
 def kind_of(value: Any) -> str:

@@ -39,7 +39,6 @@ _REFUSED = {
     "torch_compile_mode": "leave it out",
     "label_smoothing_factor": "leave it out",
     "neftune_noise_alpha": "leave it out",
-    "auto_find_batch_size": "set `micro_batch_size`",
     "use_liger_kernel": "leave it out",
     "fsdp": "set `fsdp: true` in `pipeline`",
     "deepspeed": "leave it out",

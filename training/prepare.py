@@ -340,7 +340,7 @@ def _whole_batches(train: "Dataset", recipe: Recipe, num_held_out: int = 0) -> "
         )
     whole = train.select(range(len(train) - left_out))
     if left_out:
-        last = f"the last {counted(left_out, 'sequence')} left out, which fill no batch"
+        last = f"the last {counted(left_out, 'sequence')} left out, which fill no batch of {recipe.batch_size}"
         whole.info.description = ", ".join(filter(None, [train.info.description, last]))
     return whole
 

@@ -47,6 +47,9 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "learning_rate": (lambda value: 0 < value < math.inf, "a number above 0"),
     "seed": (lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1"),
 }
+# Names that other tools use -> the key of a recipe. Those of `TrainingArguments` follow below.
+_OTHER_NAMES = {"lr": "`learning_rate`", "dataset": "`train`", "output": "`out`", "max_length": "`length`"}
+_MOST_NAMED = 12  # the largest number of keys that a message names
 _NEEDED = ("model", "train", "out")
 _RUN_LENGTHS = ("steps", "tokens", "epochs")
 # Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
@@ -56,7 +59,9 @@ DECIDED_BY_RUN = {
     "output_dir": "`out`",
     "max_steps": "`steps`",
     "num_train_epochs": "`epochs`",
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), "`micro_batch_size`"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size"), "`micro_batch_size`"
+    ),
     "gradient_accumulation_steps": "`batch_size` and `micro_batch_size`",
     "max_grad_norm": "`max_grad_norm`",
     "logging_steps": "`log_every`",
@@ -335,7 +340,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     content = {name: value for name, value in content.items() if value is not None or name not in _NEEDED}
     for name, value in content.items():
         if name not in known:
-            raise ValueError(f"A recipe has no `{name}`.{did_you_mean(str(name), known)}")
+            raise ValueError(f"A recipe has no `{name}`.{_remedy(str(name), known)}")
         content[name] = _typed(name, value, known[name].type)
     if missing := [name for name in _NEEDED if not content.get(name)]:
         names = " and ".join(f"`{name}`" for name in missing)
@@ -354,10 +359,22 @@ def _options_of(function: Callable) -> list[str]:
     return [option.name for option in signature(function).parameters.values() if option.default is not option.empty]
 
 
+def _remedy(name: str, known: Collection[str]) -> str:
+    """Return the end of a message on an unknown key, with a leading space."""
+    from transformers import TrainingArguments
+
+    if remedy := _OTHER_NAMES.get(name) or DECIDED_BY_RUN.get(name):
+        return f" Give {remedy} instead."
+    if name in _options_of(TrainingArguments) and name not in DECIDED_BY_RUN:
+        return f" It is a field of the trainer: give `trainer.{name}`."
+    return did_you_mean(name, known)
+
+
 def _check_keys(name: str, arguments: dict[str, Any], known: Collection[str]) -> None:
     """Raise ValueError if a key in the mapping `name` of a recipe is unknown."""
     for key in (key for key in arguments if key not in known):
-        raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(key, known, otherwise_all=False)}")
+        is_short = len(known) <= _MOST_NAMED
+        raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(key, known, otherwise_all=is_short)}")
 
 
 def _read_text(path: str | Path) -> str:

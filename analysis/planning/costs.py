@@ -35,7 +35,7 @@ class Costs:
         if job.context > longest:
             raise ValueError(
                 f"The context must be at most {longest:,} tokens (`max_position_embeddings` of the model), got "
-                f"{job.context:,}."
+                f"{job.context:,}: give a shorter one, as in `--context {longest}`."
             )
         if config.value_residual is not None:
             raise ValueError("A plan does not count the first layer's values: leave out `value_residual`.")

@@ -232,7 +232,7 @@ ROWS = {
     "no column in one row": (
         "a.jsonl",
         b'{"text": "a"}\n{"body": "b", "id": 7}\n',
-        "a.jsonl:2 has no column `text`; it has `body`, `id`.",
+        "a.jsonl:2 has no column `text`; it has `body`, `id`. Give `column=NAME`.",
         ["a"],
     ),
     "no column at all": (
@@ -291,7 +291,7 @@ FILES = {
     "no column in parquet": (
         "a.parquet",
         lambda path: write_parquet(path, {"body": ["a"], "id": [1]}),
-        "a.parquet has no column `text`; it has `body`, `id`.",
+        "a.parquet has no column `text`; it has `body`, `id`. Give `column=NAME`.",
     ),
     "broken list": (
         "a.json",
