@@ -120,6 +120,11 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
             callback()
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"`trainer` of the recipe: {error}") from error
+    if arguments.accelerator_config.split_batches:
+        raise ValueError(
+            "`trainer.accelerator_config` of the recipe sets `split_batches`, which would divide `batch_size` among "
+            "the processes a second time: leave it out."
+        )
     if arguments.load_best_model_at_end:
         _check_best(arguments, division)
     return arguments

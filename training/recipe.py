@@ -18,7 +18,7 @@ import yaml
 
 from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
-from attnres.utils.yaml_files import load_yaml
+from attnres.utils.yaml_files import UniqueKeys, load_yaml
 
 from .pipeline_settings import read_settings
 
@@ -81,6 +81,8 @@ DECIDED_BY_RUN = {
     "hub_token": "`hf auth login`",
     "use_cpu": "the variable ACCELERATE_USE_CPU=true of the environment",
     **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "label_names"), None),
+    # With one of these, a resumed run could not go on, or would be another run.
+    **dict.fromkeys(("save_only_model", "ignore_data_skip", "train_sampling_strategy"), None),
 }
 
 
@@ -227,6 +229,13 @@ class Recipe:
             from transformers import TrainingArguments
 
             _check_keys("trainer", self.trainer, _options_of(TrainingArguments))
+            switches = {item.name for item in fields(TrainingArguments) if item.type in (bool, bool | None)}
+            for key in switches & self.trainer.keys():
+                # As text, "false" would count as true.
+                if not isinstance(self.trainer[key], bool | None):
+                    raise ValueError(
+                        f"`trainer.{key}` of the recipe is {self.trainer[key]!r}, but must be true or false."
+                    )
         workers = self.trainer.get("dataloader_num_workers", 0)
         if not isinstance(workers, int) or workers < 0:
             raise ValueError(
@@ -264,6 +273,9 @@ class Recipe:
                 "`lora` and `retrofit` of the recipe exclude each other, since an adapter's base has to be on disk: "
                 "run `attnres convert` first, and leave `retrofit` out."
             )
+        for name, needed in (("merge", "lora"), ("held_out_split", "held_out")):
+            if getattr(self, name) and not getattr(self, needed):
+                raise ValueError(f"`{name}` of the recipe has no effect without `{needed}`: give both or neither.")
         if self.lora is not None and self.distributed is not None:
             raise ValueError("An adapter cannot be trained on a divided model: leave out `lora` or `distributed`.")
         if self.pipeline is not None:
@@ -406,7 +418,7 @@ def read_yaml(text: str, place: str | Path) -> Any:
         ValueError: The text is not YAML.
     """
     try:
-        return load_yaml(text)
+        return load_yaml(text, UniqueKeys)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{place} is broken YAML: {' '.join(str(error).split())}") from error
 

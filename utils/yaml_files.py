@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.nodes import CollectionNode, MappingNode, Node
+from yaml.constructor import ConstructorError
+from yaml.nodes import CollectionNode, MappingNode, Node, ScalarNode
 
 # Far more than a recipe, a card or a task file needs. Visiting this many values takes about a second.
 MAX_REPEATED = 1_000_000
@@ -17,6 +18,21 @@ MAX_REPEATED = 1_000_000
 
 class UnboundedYaml(ValueError):
     """Raised for YAML that grows without bound: its aliases multiply, a value contains itself, or it is too deep."""
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice. By YAML the last one counts, so that one of two lines has no effect."""
+
+    def compose_mapping_node(self, anchor: str | None) -> MappingNode:
+        """Return a mapping. Raise `yaml.YAMLError` if two of its keys are the same text."""
+        node = super().compose_mapping_node(anchor)
+        keys = set()
+        for key, _ in node.value:
+            if isinstance(key, ScalarNode) and key.value in keys:
+                problem = f"the key {key.value!r} stands here a second time: remove one"
+                raise ConstructorError(problem=problem, problem_mark=key.start_mark)
+            keys.add(key.value if isinstance(key, ScalarNode) else None)
+        return node
 
 
 def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
@@ -126,4 +142,4 @@ def _children(node: Node) -> list[Node]:
     return node.value if isinstance(node, CollectionNode) else []
 
 
-__all__ = ["MAX_REPEATED", "UnboundedYaml", "load_card_metadata", "load_yaml", "read_yaml"]
+__all__ = ["MAX_REPEATED", "UnboundedYaml", "UniqueKeys", "load_card_metadata", "load_yaml", "read_yaml"]

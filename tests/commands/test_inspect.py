@@ -145,6 +145,9 @@ def test_wrong_input_is_rejected_in_one_line_and_nothing_is_written(models, tmp_
     damage_source(models, tmp_path)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("Once upon a time.")
+    (tmp_path / "rows.jsonl").write_text('{"text": "Once upon a time."}\n')
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "bare" / name).symlink_to(models / "source" / name)
@@ -166,6 +169,8 @@ def test_wrong_input_is_rejected_in_one_line_and_nothing_is_written(models, tmp_
         (("lacking",), 1, r"lacking is incomplete: it lacks `model.layers.3.\S+` and \d+ other tensors"),
         (("cut",), 1, "cut/model.safetensors is truncated or damaged"),
         (("null",), 1, "the configuration of null cannot be loaded"),
+        (("adapter",), 1, r"adapter is an adapter, not a model \(it has adapter_config.json\)"),
+        ((blocks, "--text", "rows.jsonl"), 1, "rows.jsonl must be plain text"),
         (("wrong",), 1, r"has shape \[172, 64\], but must be \[100, 64\]"),
         ((source, "--out", "short.txt/x"), 1, "short.txt"),
         ((source, "--tokenizer", "./gone"), 1, "gone is not a directory"),

@@ -46,7 +46,9 @@ def test_memory_is_given_with_a_unit_or_in_gigabytes(text, size):
 
 def test_a_context_beyond_the_models_is_refused():
     done = run("plan", "attnres-tiny", "--devices", "4", "--context", "10000")
-    assert "at most 8,192 tokens (`max_position_embeddings` of the model), got 10,000" in str(done.exception)
+    assert "at most 8,192 tokens (`max_position_embeddings` of the model), got 10,000: give a shorter one" in str(
+        done.exception
+    )
 
 
 def test_serving_is_planned_with_caches_and_experts_that_groups_share():

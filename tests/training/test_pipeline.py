@@ -377,6 +377,13 @@ def test_a_best_checkpoint_that_cannot_be_chosen_or_loaded_is_refused(trainer, d
         prepare_arguments(recipe, PartialState(cpu=True), division)
 
 
+def test_a_batch_that_accelerate_would_divide_again_is_refused():
+    trainer = {"accelerator_config": {"split_batches": True}}
+    recipe = Recipe("model", ("a.txt",), "out", steps=1, trainer=trainer)
+    with pytest.raises(ValueError, match="sets `split_batches`, which would divide `batch_size` among the processes"):
+        prepare_arguments(recipe, PartialState(cpu=True), None)
+
+
 def test_a_division_by_accelerate_beside_a_pipeline_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     arguments = TrainingArguments(str(tmp_path), use_cpu=True)

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from attnres.utils.yaml_files import load_card_metadata, load_yaml, read_yaml
+from attnres.utils.yaml_files import UniqueKeys, load_card_metadata, load_yaml, read_yaml
 
 LISTS = ["a: &a [x, x, x, x, x, x, x, x, x]"]
 LISTS += [f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]" for of, name in zip("abcdefgh", "bcdefghi")]
@@ -57,6 +57,13 @@ def test_a_file_that_is_not_yaml_is_named(content, tmp_path):
     (tmp_path / "some.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=f"^{tmp_path / 'some.yaml'} cannot be read as YAML: "):
         read_yaml(tmp_path / "some.yaml")
+
+
+def test_a_key_may_stand_once_but_may_replace_a_merged_one():
+    assert load_yaml("a: 1\na: 2") == {"a": 2}
+    assert load_yaml("b: &b {a: 1}\nc: {<<: *b, a: 2}\nd: {<<: *b}", UniqueKeys)["c"] == {"a": 2}
+    with pytest.raises(yaml.YAMLError, match="the key 'a' stands here a second time: remove one"):
+        load_yaml("b: {a: 1, c: 3, a: 2}", UniqueKeys)
 
 
 def test_the_metadata_of_a_card_is_read_as_by_the_hub(tmp_path):
