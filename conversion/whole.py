@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from attnres.loading_attnres import added_by_kind, check_added, check_shapes
+from attnres.residual_attnres import FamilyWarning
 from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted
 
@@ -164,6 +165,12 @@ def check_before_loading(
         check_memory(needed, subject, "Use a smaller model, or a machine with more memory.")
     report = loading_report(checkpoint, model)
     check_shapes(report["mismatched_keys"], source)
+    if unread := sorted(report["unexpected_keys"]):
+        tensors = counted(len(unread), "tensor")
+        message = (
+            f"the model does not read {tensors} of {source}, such as `{unread[0]}`: see that its {CONFIG_NAME} fits."
+        )
+        warnings.warn(message, FamilyWarning, stacklevel=2)
     for added in added_by_kind(model):
         check_added(model, added, report["missing_keys"], source)
     check_whole(model, report["missing_keys"], source, starts_anew=starts_anew)

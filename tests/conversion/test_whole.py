@@ -6,7 +6,7 @@ import resource
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from attnres.conversion.publication import plan_publication
 from attnres.conversion.tokenizers import load_tokenizer
 from attnres.conversion.whole import check_source_sizes
 from attnres.eval.shared_prefix import SharedPrefixLM
+from attnres.residual_attnres import FamilyWarning
 from attnres.training.recipe import Recipe
 from attnres.training.train import run_train
 
@@ -118,6 +119,14 @@ def test_a_configuration_far_larger_than_the_weights_is_refused_before_memory_is
 def test_a_tensor_of_a_slightly_wrong_shape_is_named(model, load):
     change_json(model / "config.json", intermediate_size=200)
     with pytest.raises(RuntimeError, match=r"`model.layers.0.mlp.down_proj.weight` has shape \[64, 172\], but must be"):
+        LOADS[load](model)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_tensors_that_the_model_does_not_read_are_reported(model, load):
+    change_json(model / "config.json", num_hidden_layers=4)
+    message = r"does not read \d+ tensors of \S+, such as `model.layers.4.\S+`: see that"
+    with pytest.warns(FamilyWarning, match=message), suppress(ValueError):  # it has residual connections already
         LOADS[load](model)
 
 
