@@ -23,7 +23,7 @@ from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
-from .choices import shown
+from .choices import describe_unread, shown
 
 _MAX_NAMED = 20  # the largest number of files that a message names
 _ACCOUNT = "YOUR-NAME"  # in place of the user's account, which only the Hub knows
@@ -68,6 +68,8 @@ def run_push(
         others = f" and {counted(len(left_out) - _MAX_NAMED, 'other file')}" if len(left_out) > _MAX_NAMED else ""
         console.print(f"Stays here: {', '.join(map(shown, left_out[:_MAX_NAMED]))}{others}.")
         console.print(f"(Only files with known names are uploaded. `hf upload {shown(repo)} FILE` adds another file.)")
+    if publication.unread:
+        console.print(f"{describe_unread(publication.unread, shown(str(folder)))} Published unchanged.")
     place = shown(str(folder / CARD))
     metadata = read(card)
     if lacking := [name for name in ("license", "base_model") if not metadata.get(name)]:

@@ -1,12 +1,15 @@
 """`attnres push` copes with edits by people and other tools, failures, and hostile directories."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture
@@ -378,3 +381,38 @@ def test_push_to_hub_replaces_the_template_only_if_no_person_has_filled_it(push,
     push.edit("me/template", "README.md", str(template).replace("### Direct Use", "### Direct Use\n\nFor stories.\n"))
     assert push.run(pushes)["status"] == 0
     assert "For stories." in push.card("me/template")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(push, copy, value):
+    path = max(copy.glob("model*.safetensors"))
+    tensors = load_file(path)
+    name = max(tensors)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, path, {"format": "pt"})
+    push.hub.forget()
+    done = push("push", copy.name, "me/nan")
+    assert done["status"] == 1
+    assert len(done["err"].splitlines()) == 1
+    assert f"`{name}` in {copy.name}/{path.name} holds NaN or infinite values" in done["err"]
+    assert not push.hub.log()
+
+
+def test_tensors_that_the_model_does_not_read_are_named(push, copy):
+    path = max(copy.glob("model*.safetensors"))
+    save_file(load_file(path) | {"model.layers.99.w": torch.full((2,), math.nan)}, path, {"format": "pt"})
+    done = push("push", copy.name, "me/more", "--dry-run")
+    assert done["status"] == 0, done["err"]
+    (warning,) = [line for line in done["out"].splitlines() if "does not read" in line]
+    assert warning == (
+        f"Warning: the model does not read 1 tensor of {copy.name}: `model.layers.99.w`. Published unchanged."
+    )
+
+
+def test_layers_that_the_configuration_leaves_out_are_named(push, copy):
+    layers = json.loads((copy / "config.json").read_text())["num_hidden_layers"]
+    changed(copy / "config.json", num_hidden_layers=layers - 1)
+    done = push("push", copy.name, "me/less", "--dry-run")
+    assert done["status"] == 0, done["err"]
+    (warning,) = [line for line in done["out"].splitlines() if "does not read" in line]
+    assert f"`model.layers.{layers - 1}." in warning
