@@ -35,6 +35,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import hf_raise_for_status, httpx, validate_repo_id
 
+from attnres.utils.wording import printable
+
 from .card_metadata import filled, read
 from .card_parts import digest, marked, merge, part, put, unmarked
 from .cards import CARD, decode_card
@@ -185,6 +187,7 @@ def publish(
         card_commit, notes = _commit_card(api, publication, repo, pin, target, in_new_pr, options.overwrite_card)
         if card_commit is not None and in_new_pr:
             commit = card_commit
+            target = commit.pr_revision
     left = [name for name in others if name not in outdated]
     if has_other_weights:
         results = part(merged, "results")
@@ -222,8 +225,9 @@ def _notes_on_results(repo: str, left: list[str], has_edited_results: bool, revi
     notes = []
     if results := [name for name in left if name.startswith(f"{RESULTS}/")]:
         notes.append(
-            f"the weights have changed, and these results were not written by attnres eval: {', '.join(results)}. If "
-            f"they belong to the older weights, remove them: {_removal(repo, results, revision)}"
+            "the weights have changed, and these results were not written by attnres eval: "
+            f"{', '.join(map(printable, results))}. If they belong to the older weights, remove them: "
+            f"{_removal(repo, results, revision)}"
         )
     if has_edited_results:
         notes.append(
