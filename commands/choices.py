@@ -3,13 +3,14 @@
 Every help text imports this file, so it does not import PyTorch.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from attnres.utils.wording import printable
+from attnres.utils.wording import counted, printable
 
 from .guard import show_tracebacks
 
@@ -17,6 +18,8 @@ from .guard import show_tracebacks
 # `attnres.utils.files.atomic_directory`.
 WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
 WRITTEN_REPORT = {"marker": "inspection.json", "content": '"written_by": "attnres inspect"'}
+
+MAX_NAMED = 10  # the largest number of tensors that a message names
 
 Debug = Annotated[
     bool,
@@ -55,6 +58,18 @@ class Command(TyperCommand):
 def shown(text: str) -> str:
     """Escape a text, so that `rich` prints it literally: neither as markup nor with control characters."""
     return escape(printable(text))
+
+
+def describe_unread(names: Sequence[str], place: str) -> str:
+    """Return the beginning of a warning that a model does not read some tensors of its source.
+
+    Args:
+        names: The names of the tensors.
+        place: The words for the source.
+    """
+    first = ", ".join(f"`{shown(name)}`" for name in names[:MAX_NAMED])
+    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    return f"Warning: the model does not read {counted(len(names), 'tensor')} of {place}: {first}{more}."
 
 
 def given_options(context: typer.Context) -> list[str]:

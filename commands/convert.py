@@ -25,9 +25,7 @@ from attnres.utils.files import atomic_directory
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.wording import counted, printable
 
-from .choices import WRITTEN_MODEL, shown
-
-MAX_NAMED = 10  # the largest number of tensors that a message names
+from .choices import WRITTEN_MODEL, describe_unread, shown
 
 
 def run_convert(
@@ -85,7 +83,7 @@ def run_convert(
                 options = {"hard_link": hard_link, "trust_remote_code": trust_remote_code}
                 notes = write(plan, stage, **options, on_bytes=lambda n: progress.advance(task, n))
             if plan.unread:
-                console.print(_describe_unread(plan.unread))
+                console.print(f"{describe_unread(plan.unread, 'the source')} Copied unchanged and not verified.")
             for note in notes:
                 console.print(shown(note))
         comparison = _verify(console, plan, stage, verify, texts)
@@ -115,16 +113,6 @@ def _describe(plan: Plan) -> str:
     if plan.dropped:
         parts.append(f"{counted(len(plan.dropped), 'tensor')} left out")
     return "\n".join(parts)
-
-
-def _describe_unread(names: Sequence[str]) -> str:
-    """Return the warning that the model does not read some tensors of its source."""
-    first = ", ".join(f"`{shown(name)}`" for name in names[:MAX_NAMED])
-    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
-    tensors = counted(len(names), "tensor")
-    return (
-        f"Warning: the model does not read {tensors} of the source: {first}{more}. Copied unchanged and not verified."
-    )
 
 
 def _without_unread(plan: Plan) -> str:

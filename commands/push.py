@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +12,19 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from attnres.analysis.report_files import report_files
+from attnres.analysis.record import WRITTEN_BY
+from attnres.analysis.report_files import NUMBERS, report_files, report_names
 from attnres.conversion.card_metadata import read
 from attnres.conversion.cards import CARD, no_hub_ids
 from attnres.conversion.publication import INSPECTION, Publication, plan_publication
 from attnres.conversion.publishing import UploadOptions, publish
 from attnres.conversion.source_files import check_text
-from attnres.eval.hub_results import FOLDER, read_results
+from attnres.eval.hub_results import FOLDER, is_written_here, read_results
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
-from .choices import shown
+from .choices import describe_unread, shown
 
 _MAX_NAMED = 20  # the largest number of files that a message names
 _ACCOUNT = "YOUR-NAME"  # in place of the user's account, which only the Hub knows
@@ -68,6 +69,8 @@ def run_push(
         others = f" and {counted(len(left_out) - _MAX_NAMED, 'other file')}" if len(left_out) > _MAX_NAMED else ""
         console.print(f"Stays here: {', '.join(map(shown, left_out[:_MAX_NAMED]))}{others}.")
         console.print(f"(Only files with known names are uploaded. `hf upload {shown(repo)} FILE` adds another file.)")
+    if publication.unread:
+        console.print(f"{describe_unread(publication.unread, shown(str(folder)))} Published unchanged.")
     place = shown(str(folder / CARD))
     metadata = read(card)
     if lacking := [name for name in ("license", "base_model") if not metadata.get(name)]:
@@ -91,10 +94,13 @@ def run_push(
         return
     logging.set_verbosity_error()  # the notes printed here take the place of its warnings
     with contextlib.nullcontext() if sys.stderr.isatty() else _without_bars():
-        published = publish(publication, repo, options)
+        published = publish(publication, repo, options, _measurements)
     if published.removed:
         removed = ", ".join(map(shown, published.removed))
         console.print(f"Removed from the repository, as older weights that would be loaded instead: {removed}.")
+    if published.outdated:
+        outdated = ", ".join(map(shown, published.outdated))
+        console.print(f"Removed from the repository, as they belong to other weights: {outdated}.")
     for note in published.notes:
         console.print(f"Note: {note}", markup=False)
     console.print(f"{'Published' if published.is_new else 'Nothing has changed'}: {published.address}", markup=False)
@@ -116,6 +122,17 @@ def _report(folder: Path, inspection: Path | None) -> dict[str, Path]:
             f"{inspection} is no report of `attnres inspect`: its inspection.json is missing, or of another program."
         )
     return files
+
+
+def _measurements(names: list[str], read: Callable[[str], bytes]) -> list[str]:
+    """Return which files of a repository `attnres eval` and `attnres inspect` have written."""
+    results = [name for name in names if name.startswith(f"{FOLDER}/") and name.endswith(".yaml")]
+    written = [name for name in results if is_written_here(name.removeprefix(f"{FOLDER}/"), read(name))]
+    numbers = f"{INSPECTION}/{NUMBERS}"
+    if numbers not in names or WRITTEN_BY.encode() not in read(numbers):
+        return written
+    report = {f"{INSPECTION}/{name}" for name in report_names()}
+    return written + [name for name in names if name in report]
 
 
 @contextlib.contextmanager

@@ -55,6 +55,17 @@ class Checkpoint:
         """The size of the files in bytes."""
         return sum(shard.path.stat().st_size for shard in self.shards)
 
+    def unread(self, unused: Collection[str]) -> list[str]:
+        """Return the sorted names of tensors in the files that a model does not read.
+
+        They include tensors that lie in a file but not in the index.
+
+        Args:
+            unused: The names of the checkpoint's tensors that the model does not use.
+        """
+        held = {entry.name for shard in self.shards for entry in shard.entries}
+        return sorted((held - self.entries.keys()) | set(unused))
+
     def file_of(self, name: str) -> Path:
         """Return the file of a tensor of the model.
 

@@ -59,8 +59,7 @@ class Plan:
 
         They include tensors that lie in a file but not in the index.
         """
-        held = {entry.name for shard in self.checkpoint.shards for entry in shard.entries}
-        return sorted((held - self.checkpoint.entries.keys()) | (self.unused - self.dropped))
+        return self.checkpoint.unread(self.unused - self.dropped)
 
     @property
     def num_bytes(self) -> int:

@@ -23,7 +23,7 @@ from .checkpoint import Checkpoint, open_checkpoint
 from .complete import complete_model, read_config
 from .published_names import side_files, vocabularies
 from .secret_scan import find_secrets
-from .shards import DTYPES
+from .shards import DTYPES, copy_shard
 from .side_files import TOKENIZER_FILES
 from .source import unpublished_model
 from .source_code import AUTO_MAP, code_fields, module_of, references, with_imports
@@ -42,12 +42,14 @@ class Publication:
         left_out: The paths in the model's directory that are not published.
         card: The card in the model's directory, or a new one.
         subject: The model that the card is about. Its `source` is the directory until the repository is known.
+        unread: The names of tensors in the files of weights that the model does not read.
     """
 
     files: dict[str, Path]
     left_out: list[str]
     card: str
     subject: CardSubject
+    unread: list[str]
 
     @property
     def weights(self) -> list[str]:
@@ -89,14 +91,14 @@ def plan_publication(
 
     Raises:
         OSError, RuntimeError, ValueError: The model is incomplete, damaged or not of the family, or the code beside it
-            cannot load it; or a file holds a string that looks like a secret.
+            cannot load it; a tensor holds NaN or infinite values; or a file holds a string that looks like a secret.
     """
     if (folder / "adapter_config.json").exists() and not (folder / CONFIG_NAME).exists():
         raise ValueError(
             f"{folder} holds an adapter, which does not load without its base. Publish the merged model (merge=true in "
             "the recipe), or the adapter by PEFT's own push_to_hub."
         )
-    config, checkpoint = _check_model(folder)
+    config, checkpoint, unused = _check_model(folder)
     code = _code(folder, config)
     names = [CONFIG_NAME, *_weights(checkpoint), *code, *side_files(folder), *vocabularies(folder, code)]
     files = {name: folder / name for name in dict.fromkeys(names)}
@@ -112,6 +114,9 @@ def plan_publication(
     left_out = [n for n in (path.relative_to(folder).as_posix() for path in present) if n not in {*files, CARD}]
     card = read_card(folder)
     _check_secrets([*files.values(), *([folder / CARD] if card else [])])
+    unread = checkpoint.unread(unused)
+    for shard in checkpoint.shards:  # last, because this reads all weights
+        copy_shard(shard, None, unused={*unread})
     figures = [name for name in files if fnmatch(name, f"{INSPECTION}/depth_attention*.png") and not _is_detail(name)]
     subject = CardSubject(
         config,
@@ -125,7 +130,7 @@ def plan_publication(
         has_tokenizer=any(name in files for name in TOKENIZER_FILES),
         layout=kimi_k3.describe_layout(config, checkpoint),
     )
-    publication = Publication(files, left_out, card if card is not None else new_card(), subject)
+    publication = Publication(files, left_out, card if card is not None else new_card(), subject, unread)
     try:  # damaged metadata is found before anything is uploaded
         publication.card_for("org/name", None)
     except ValueError as error:
@@ -133,8 +138,8 @@ def plan_publication(
     return publication
 
 
-def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
-    """Return the configuration and the weights of a model, after checking that they are complete."""
+def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint, frozenset[str]]:
+    """Return a model's configuration, its weights, and the tensors it does not use. Check that it is complete."""
     check_path(folder)
     if not any(folder.glob("model*.safetensors")):
         raise FileNotFoundError(f"{folder} has no model*.safetensors. Save the model there by `save_pretrained`.")
@@ -152,8 +157,8 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint]:
                 "checkpoint by `from_pretrained` and save it by `save_pretrained`, which gives its tensors their "
                 "published names."
             )
-        complete_model(checkpoint, config)
-    return config, checkpoint
+        _, unused = complete_model(checkpoint, config)
+    return config, checkpoint, unused
 
 
 def _count(checkpoint: Checkpoint, config: ResidualConfig) -> int | None:

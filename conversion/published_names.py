@@ -50,6 +50,11 @@ def side_files(folder: Path) -> list[str]:
     return sorted(name for name in names if name in _NAMES or _FORMS.fullmatch(name))
 
 
+def is_read_on_loading(name: str) -> bool:
+    """Return whether a path in a repository is a known file that `from_pretrained` may read: any but a licence."""
+    return name in _TOKENIZER | _SETTINGS - {RECORD} or _FORMS.fullmatch(name) is not None
+
+
 def vocabularies(folder: Path, code: Iterable[str]) -> list[str]:
     """Return the names of vocabularies that Python files of a model contain as literals, such as `qwen.tiktoken`.
 
@@ -65,4 +70,4 @@ def vocabularies(folder: Path, code: Iterable[str]) -> list[str]:
     return sorted(name for name in literals if name.endswith(_VOCABULARIES) and (folder / name).is_file())
 
 
-__all__ = ["side_files", "vocabularies"]
+__all__ = ["is_read_on_loading", "side_files", "vocabularies"]

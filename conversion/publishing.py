@@ -7,15 +7,24 @@ commit can contain its own hash.
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from glob import escape
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_session, get_token
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    RepoFile,
+    get_session,
+    get_token,
+)
 from huggingface_hub.errors import (
     BadRequestError,
     HfHubHTTPError,
@@ -26,16 +35,23 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import hf_raise_for_status, httpx, validate_repo_id
 
+from attnres.utils.wording import printable
+
 from .card_metadata import filled, read
 from .card_parts import digest, marked, merge, part, put, unmarked
 from .cards import CARD, decode_card
-from .publication import Publication
+from .markdown import shell_word
+from .publication import RESULTS, Publication
+from .published_names import is_read_on_loading
 
 # Files that `from_pretrained` would read beside, or instead of, the published weights.
 _WEIGHTS = re.compile(
     r"(model(-\d{5}-of-\d{5}|-residual(-\d+)?)?|adapter_model)\.safetensors|model\.safetensors\.index\.json"
     r"|adapter_config\.json|adapter_model\.bin"
 )
+# Returns those of the files of a repository that were measured from its weights, from their names and a function that
+# returns the content of one.
+FindMeasurements = Callable[[list[str], Callable[[str], bytes]], list[str]]
 # The commit in the code snippet of a card.
 _PINNED = re.compile(r'name, revision = "[^"]+", "([0-9a-f]{40})"')
 _REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]*")
@@ -53,12 +69,14 @@ class Published:
         address: The URL of the repository, the branch or the pull request.
         is_new: Whether anything was uploaded.
         removed: The files of older weights that were removed from the repository.
-        notes: Notes about the card, for the user.
+        outdated: The measurements of other weights that were removed from the repository.
+        notes: Notes about the card and other files of the repository, for the user.
     """
 
     address: str
     is_new: bool
     removed: list[str]
+    outdated: list[str]
     notes: list[str]
 
 
@@ -101,13 +119,22 @@ def check_repo(repo: str, revision: str | None = None) -> None:
         raise ValueError(f"{revision!r} is not a branch name: it must have letters, digits, `-`, `_`, `/` and `.`.")
 
 
-def publish(publication: Publication, repo: str, options: UploadOptions) -> Published:
+def publish(
+    publication: Publication,
+    repo: str,
+    options: UploadOptions,
+    find_measurements: FindMeasurements = lambda names, read: [],
+) -> Published:
     """Upload a model to the Hub. Files that an interrupted call has uploaded are not sent again.
+
+    Older weights in the repository are removed. If the weights change, measurements of the older ones are removed too.
 
     Args:
         publication: The files and the card.
         repo: The id of the repository. It is made if it does not exist.
         options: The options of the upload.
+        find_measurements: A function that returns which files of the repository hold measurements of its weights. It
+            gets the names of all files, and a function that returns the content of a file.
 
     Returns:
         The outcome.
@@ -124,7 +151,7 @@ def publish(publication: Publication, repo: str, options: UploadOptions) -> Publ
         if revision is not None and not revision.startswith("refs/") and not create_pr:
             _repeated(api.create_branch, repo, branch=revision, exist_ok=True)
         head = _repeated(api.model_info, repo, revision=revision).sha
-        remote_files = _repeated(api.list_repo_files, repo, revision=head)
+        remote_files = _repeated(_list_files, api, repo, head)
         remote_card = _uploaded_card(api, repo, head, remote_files)
         merged, _ = _merged(publication, remote_card, options.overwrite_card)
         card = publication.card_for(repo, None, merged)
@@ -134,11 +161,17 @@ def publish(publication: Publication, repo: str, options: UploadOptions) -> Publ
         if CARD not in remote_files:
             operations.append(CommitOperationAdd(CARD, marked(card, publication.card, card).encode()))
         _send(api, repo, operations, revision=revision, create_pr=create_pr)
-        stale = [name for name in remote_files if name not in publication.files and _WEIGHTS.fullmatch(name)]
+        others = [name for name in remote_files if name not in publication.files]
+        stale = [name for name in others if _WEIGHTS.fullmatch(name)]
+        has_other_weights = _has_other_weights(operations, remote_files)
+        outdated = []
+        if has_other_weights:
+            measurements = find_measurements([*remote_files], lambda name: _downloaded(api, repo, head, name))
+            outdated = [name for name in measurements if name in others]
         commit = _repeated(
             api.create_commit,
             repo,
-            [*operations, *map(CommitOperationDelete, stale)],
+            [*operations, *map(CommitOperationDelete, [*stale, *outdated])],
             commit_message=options.message or "Upload model",
             revision=revision,
             create_pr=create_pr,
@@ -154,7 +187,61 @@ def publish(publication: Publication, repo: str, options: UploadOptions) -> Publ
         card_commit, notes = _commit_card(api, publication, repo, pin, target, in_new_pr, options.overwrite_card)
         if card_commit is not None and in_new_pr:
             commit = card_commit
-    return Published(_address(api, repo, commit, revision), is_new or card_commit is not None, stale, notes)
+            target = commit.pr_revision
+    left = [name for name in others if name not in outdated]
+    if has_other_weights:
+        results = part(merged, "results")
+        notes += _notes_on_results(repo, left, results is not None and results.is_edited, target)
+    if read := [name for name in left if is_read_on_loading(name)]:
+        notes.append(
+            f"the repository holds files that {publication.subject.folder} does not have, and `from_pretrained` may "
+            f"read them with this model: {', '.join(read)}. If they belong to another model, remove them: "
+            f"{_removal(repo, read, target)}"
+        )
+    is_new = is_new or card_commit is not None
+    return Published(_address(api, repo, commit, revision), is_new, stale, outdated, notes)
+
+
+def _list_files(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:
+    """Return the files of a commit by their paths."""
+    entries = api.list_repo_tree(repo, recursive=True, revision=commit)
+    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+
+
+def _has_other_weights(operations: list[CommitOperationAdd], remote_files: dict[str, RepoFile]) -> bool:
+    """Return whether a repository holds weights, and not exactly those of the upload, by their SHA-256."""
+    added = {operation.path_in_repo: operation.upload_info.sha256.hex() for operation in operations}
+    weights = {name: sha256 for name, sha256 in added.items() if name.endswith(".safetensors")}
+    held = {
+        name: file.lfs and file.lfs.sha256
+        for name, file in remote_files.items()
+        if name in weights or (_WEIGHTS.fullmatch(name) and name.endswith((".safetensors", ".bin")))
+    }
+    return bool(held) and held != weights
+
+
+def _notes_on_results(repo: str, left: list[str], has_edited_results: bool, revision: str | None) -> list[str]:
+    """Return notes on results of other weights that stay in a repository because a person has written them."""
+    notes = []
+    if results := [name for name in left if name.startswith(f"{RESULTS}/")]:
+        notes.append(
+            "the weights have changed, and these results were not written by attnres eval: "
+            f"{', '.join(map(printable, results))}. If they belong to the older weights, remove them: "
+            f"{_removal(repo, results, revision)}"
+        )
+    if has_edited_results:
+        notes.append(
+            "the weights have changed, and a person has edited the results in README.md, which stay. Correct them "
+            "there if they belong to the older weights."
+        )
+    return notes
+
+
+def _removal(repo: str, names: list[str], revision: str | None) -> str:
+    """Return the command that removes files from a repository."""
+    patterns = " ".join(shell_word(escape(name)) for name in names)  # the command takes patterns
+    branch = f" --revision {shell_word(revision)}" if revision else ""
+    return f"`hf repos delete-files {repo} {patterns}{branch}`."
 
 
 def _send(api: HfApi, repo: str, operations: list[CommitOperationAdd], **options: Any) -> None:
@@ -326,13 +413,18 @@ def _make_repository(api: HfApi, repo: str, private: bool) -> str:
     return info.id
 
 
-def _uploaded_card(api: HfApi, repo: str, commit: str, files: list[str]) -> str | None:
+def _uploaded_card(api: HfApi, repo: str, commit: str, files: Collection[str]) -> str | None:
     """Return the card of a commit with these files, or None if it has no card."""
     if CARD not in files:
         return None
+    return decode_card(_downloaded(api, repo, commit, CARD), "README.md on the Hub")
+
+
+def _downloaded(api: HfApi, repo: str, commit: str, name: str) -> bytes:
+    """Return the content of a file of a commit."""
     with TemporaryDirectory() as scratch:
-        path = _repeated(api.hf_hub_download, repo, CARD, revision=commit, local_dir=scratch)
-        return decode_card(Path(path).read_bytes(), "README.md on the Hub")
+        path = _repeated(api.hf_hub_download, repo, name, revision=commit, local_dir=scratch)
+        return Path(path).read_bytes()
 
 
 def _address(api: HfApi, repo: str, commit: CommitInfo, revision: str | None) -> str:

@@ -134,7 +134,7 @@ def write_results(out: Path, results: HubResults) -> list[Path]:
     """
     folder = out / FOLDER
     for path in sorted(folder.glob("*.yaml")):
-        if _is_written_here(path):
+        if path.is_file() and is_written_here(path.name, path.read_bytes()):
             if path.name not in results.entries:
                 path.unlink()
         elif path.name in results.entries:
@@ -158,9 +158,9 @@ def _head(name: str) -> str:
     return f"# {name}, written by attnres eval\n"
 
 
-def _is_written_here(path: Path) -> bool:
-    """Return whether `write_results` wrote a file."""
-    return path.is_file() and path.read_bytes().startswith(_head(path.name).encode())
+def is_written_here(name: str, content: bytes) -> bool:
+    """Return whether `write_results` wrote the file of this name and content."""
+    return content.startswith(_head(name).encode())
 
 
 def read_results(folder: Path) -> dict[Path, list[EvalResultEntry]]:
@@ -231,4 +231,4 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-__all__ = ["FOLDER", "HubResults", "make_results", "read_results", "write_results"]
+__all__ = ["FOLDER", "HubResults", "is_written_here", "make_results", "read_results", "write_results"]
