@@ -28,7 +28,9 @@ from transformers.integrations import get_reporting_integration_callbacks
 from attnres import ResidualConfig
 from attnres.configuration import count_parameters, load, names
 from attnres.conversion import retrofit
+from attnres.conversion.checkpoint import find
 from attnres.conversion.family import retrofit_config
+from attnres.conversion.generation_settings import check_generation_saving
 from attnres.conversion.retrofit import retrofit_part
 from attnres.conversion.source_code import CODE_FIELDS
 from attnres.conversion.whole import Part, check_memory, load_whole
@@ -208,8 +210,8 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
 
     Raises:
         FileNotFoundError: The model cannot be found or read.
-        ValueError: `config` or `retrofit` does not fit the model, the recipe `heal` gets a standard model, or a model
-            from scratch is larger than the free memory.
+        ValueError: `config` or `retrofit` does not fit the model, the recipe `heal` gets a standard model, a model from
+            scratch is larger than the free memory, or the model's settings of generation cannot be read or saved.
     """
     try:
         if recipe.model in names():
@@ -235,6 +237,11 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
             f"in first, by `attnres convert {recipe.model} DIR`, and give model=DIR; or add 'retrofit={{}}' to this "
             "command. To train it as it is, use the recipe `finetune`."
         )
+    with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
+        folder = find(recipe.model)
+        # Checkpoints of an adapter hold no settings of generation.
+        is_saved = recipe.lora is None or recipe.merge
+        check_generation_saving(folder, config, tokenizer if is_saved else None)
 
 
 def _is_retrofitted(config: PreTrainedConfig) -> bool:
