@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from attnres import ResidualConfig
 from attnres.configuration import count_parameters, load, names
@@ -244,6 +245,22 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
         check_generation_saving(folder, config, tokenizer if is_saved else None)
 
 
+def check_no_adapter(source: str) -> None:
+    """Raise ValueError if a model has the files of an adapter beside it.
+
+    `from_pretrained` would load the adapter and freeze the model, so a run would train and save only the adapter.
+
+    Args:
+        source: The directory or Hub id of the model.
+    """
+    if find_adapter_config_file(source) is not None:
+        raise ValueError(
+            f"{source} has the files of an adapter ({ADAPTER_CONFIG_NAME}), so only the adapter would be trained. Move "
+            "them elsewhere, or merge the adapter first: by `merge=true` of its recipe, or by `merge_and_unload` of "
+            "PEFT."
+        )
+
+
 def _is_retrofitted(config: PreTrainedConfig) -> bool:
     config = config.get_text_config()
     if not isinstance(config, ResidualConfig):
@@ -456,6 +473,7 @@ def _part_of_retrofit(recipe: Recipe, part: Part, source: PreTrainedModel) -> fr
 __all__ = [
     "build_model",
     "check_model_config",
+    "check_no_adapter",
     "explain_missing",
     "identify_model",
     "part_of_process",

@@ -18,6 +18,7 @@ from attnres import AttnResLlamaForCausalLM
 from attnres.conversion import retrofit
 from attnres.conversion.generation_settings import check_generation_saving
 from attnres.training.data import DataSpec, load_blocks
+from attnres.training.lora import add_adapters
 from attnres.training.prepare import prepare_data
 from attnres.training.recipe import read_recipe
 
@@ -470,6 +471,16 @@ def test_settings_of_generation_that_only_warn_are_refused_only_if_trainer_would
     check_generation_saving(model, config)  # an adapter alone is saved
     with pytest.raises(ValueError, match=r"generation_config\.json cannot be used: .*`temperature` is set to `0\.6`"):
         check_generation_saving(model, config, tokenizer)
+
+
+def test_a_model_with_the_files_of_an_adapter_beside_it_is_refused(folders, command, tmp_path):
+    model = shutil.copytree(folders["retrofit"], tmp_path / "model")
+    add_adapters(AutoModelForCausalLM.from_pretrained(model), rank=2).save_pretrained(tmp_path / "adapter")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "adapter" / name, model)
+    line = refusal_of(model, command)
+    assert line.startswith(f"attnres: {model} has the files of an adapter (adapter_config.json)")
+    assert "Move them elsewhere, or merge the adapter first" in line
 
 
 @pytest.mark.parametrize("package", ["peft", "datasets"])
