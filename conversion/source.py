@@ -18,6 +18,7 @@ from attnres import BACKBONES, ResidualConfig
 from .checkpoint import Checkpoint, make_checkpoint, open_checkpoint
 from .complete import empty_model, explain_config, read_config
 from .family import member_config
+from .generation_settings import read_generation_config
 from .kimi_k3 import is_released
 from .shards import check_space, explain_writing, read_shard
 
@@ -53,10 +54,12 @@ def open_source(folder: Path, scratch: Path) -> ConversionSource:
 
     Raises:
         OSError: A file is missing, truncated or damaged, or `scratch` has too little space.
-        ValueError: The configuration cannot be used, or the weights cannot be read without running code.
+        ValueError: The configuration or the settings of generation cannot be used, or the weights cannot be read
+            without running code.
     """
     checkpoint = open_checkpoint(folder, scratch)
     config = read_config(checkpoint)
+    read_generation_config(folder)  # the result gets these settings
     model = unpublished_model(checkpoint, config)
     if model is not None:
         checkpoint = _with_published_names(checkpoint, model, scratch)

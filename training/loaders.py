@@ -116,8 +116,9 @@ def load_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
         rows = json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
         raise _broken_json(name, 1, error) from None
+    has_surrogates = _SURROGATE.search(text) is not None
     for number, row in enumerate(rows, 1):
-        yield _row_document(name, number, row)
+        yield _row_document(name, number, row, has_surrogates)
 
 
 def load_parquet(name: str, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
@@ -220,10 +221,7 @@ def _json_document(name: str, number: int, line: str) -> Document | ValueError:
         row = json.loads(line.rstrip("\n"))
     except (ValueError, RecursionError) as error:
         return _broken_json(name, number, error)
-    # JSON can escape half of a surrogate pair, which is not a character: tokenizers refuse it.
-    if _SURROGATE.search(line) and _has_lone_surrogate(row):
-        return ValueError(f"{name}:{number}: not Unicode text (a lone surrogate).")
-    return _row_document(name, number, row)
+    return _row_document(name, number, row, _SURROGATE.search(line) is not None)
 
 
 def _has_lone_surrogate(row: Any) -> bool:
@@ -234,7 +232,11 @@ def _has_lone_surrogate(row: Any) -> bool:
     return False
 
 
-def _row_document(name: str, number: int, row: Any) -> Document | ValueError:
+def _row_document(name: str, number: int, row: Any, has_surrogates: bool) -> Document | ValueError:
+    """Return a row of JSON as a document. Only if its text `has_surrogates`, escaped, are its strings searched."""
+    # JSON can escape half of a surrogate pair, which is not a character: tokenizers refuse it.
+    if has_surrogates and _has_lone_surrogate(row):
+        return ValueError(f"{name}:{number}: not Unicode text (a lone surrogate).")
     if not isinstance(row, dict):
         return ValueError(f"{name}:{number}: holds {kind_of(row)}, not a JSON object.")
     return Document(row, name, number, number)

@@ -24,11 +24,14 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from attnres import ResidualConfig
 from attnres.configuration import count_parameters, load, names
 from attnres.conversion import retrofit
+from attnres.conversion.checkpoint import find
 from attnres.conversion.family import retrofit_config
+from attnres.conversion.generation_settings import check_generation_saving
 from attnres.conversion.retrofit import retrofit_part
 from attnres.conversion.source_code import CODE_FIELDS
 from attnres.conversion.whole import Part, check_memory, load_whole
@@ -213,8 +216,8 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
 
     Raises:
         FileNotFoundError: The model cannot be found or read.
-        ValueError: `config` or `retrofit` does not fit the model, the recipe `heal` gets a standard model, or a model
-            from scratch is larger than the free memory.
+        ValueError: `config` or `retrofit` does not fit the model, the recipe `heal` gets a standard model, a model from
+            scratch is larger than the free memory, or the model's settings of generation cannot be read or saved.
     """
     try:
         if recipe.model in names():
@@ -239,6 +242,27 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
             f"{recipe.model} has standard residual connections, so there is nothing to heal. Put attention residuals "
             f"in first, by `attnres convert {recipe.model} DIR`, and give model=DIR; or add 'retrofit={{}}' to this "
             "command. To train it as it is, use the recipe `finetune`."
+        )
+    with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
+        folder = find(recipe.model)
+        # Checkpoints of an adapter hold no settings of generation.
+        is_saved = recipe.lora is None or recipe.merge
+        check_generation_saving(folder, config, tokenizer if is_saved else None)
+
+
+def check_no_adapter(source: str) -> None:
+    """Raise ValueError if a model has the files of an adapter beside it.
+
+    `from_pretrained` would load the adapter and freeze the model, so a run would train and save only the adapter.
+
+    Args:
+        source: The directory or Hub id of the model.
+    """
+    if find_adapter_config_file(source) is not None:
+        raise ValueError(
+            f"{source} has the files of an adapter ({ADAPTER_CONFIG_NAME}), so only the adapter would be trained. Move "
+            "them elsewhere, or merge the adapter first: by `merge=true` of its recipe, or by `merge_and_unload` of "
+            "PEFT."
         )
 
 
@@ -454,6 +478,7 @@ def _part_of_retrofit(recipe: Recipe, part: Part, source: PreTrainedModel) -> fr
 __all__ = [
     "build_model",
     "check_model_config",
+    "check_no_adapter",
     "explain_missing",
     "identify_model",
     "part_of_process",

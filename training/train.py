@@ -38,6 +38,7 @@ from .pipeline_settings import read_settings
 from .pipeline_trainer import PipelineTrainer, check_arguments, describe_pipeline
 from .prepare import (
     check_model_config,
+    check_no_adapter,
     identify_model,
     prepare_arguments,
     prepare_data,
@@ -117,6 +118,7 @@ def _train_in_folder(
             if arguments.load_best_model_at_end:
                 check_best(Path(checkpoint))
         if recipe.model not in names():
+            check_no_adapter(recipe.model)
             check_source_sizes(recipe.model)
         tokenizer = prepare_tokenizer(recipe)
         check_model_config(recipe, name, tokenizer)

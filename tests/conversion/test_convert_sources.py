@@ -101,6 +101,33 @@ def test_a_pipe_in_place_of_code_is_not_opened(pipe, source):
     assert f"{path} is not a file" in convert(source, source.parent / "result", "--trust-remote-code").error
 
 
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ('{"max_new_tokens": -1}', "cannot be used: `max_new_tokens` must be greater than 0, but is -1. Correct"),
+        ('{"top_k": 5, "max_new_tokens": "x"}', 'cannot be used: `max_new_tokens` is "x"; TypeError: '),
+        ('{"validate": 3}', "cannot be used: `validate` is 3; TypeError: "),
+        ("[1]", "holds [1], not a JSON object. Correct or remove the file."),
+    ],
+)
+def test_settings_of_generation_that_cannot_be_read_are_named(source, refusal, settings, message):
+    (source / "generation_config.json").write_text(settings)
+    error = refusal()
+    assert f"{source / 'generation_config.json'} {message}" in error and "unforeseen" not in error
+
+
+def test_older_settings_of_generation_that_cannot_be_read_are_named(source, refusal):
+    (source / "generation_config.json").unlink()
+    change_json(source / "config.json", max_new_tokens=-1)
+    assert f"{source / 'config.json'} cannot be used: `max_new_tokens` must be greater than 0, but is -1." in refusal()
+
+
+def test_settings_of_generation_that_only_warn_are_copied(source, tmp_path):
+    (source / "generation_config.json").write_text('{"temperature": 0.6}')  # without `do_sample`
+    convert_well(source, tmp_path / "result")
+    assert json.loads((tmp_path / "result" / "generation_config.json").read_text()) == {"temperature": 0.6}
+
+
 # ---- Which weights
 
 

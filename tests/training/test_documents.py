@@ -266,6 +266,12 @@ ROWS = {
         "a.jsonl:2: not Unicode text (a lone surrogate).",
         ["\U0001f600"],
     ),
+    "half a character in a list": (
+        "a.json",
+        b'[{"text": "a"},\n {"text": "b\\ud800c"}, {"text": "\\ud83d\\ude00"}]',
+        "a.json:2: not Unicode text (a lone surrogate).",
+        ["a", "\U0001f600"],
+    ),
     "another encoding in parquet": ("a.parquet", write_bad_parquet, "a.parquet:2: not UTF-8 text (byte 0xff).", ["a"]),
     "no strings in parquet": (
         "a.parquet",

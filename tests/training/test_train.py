@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResLlamaForCausalLM
 from attnres.conversion import retrofit
+from attnres.conversion.generation_settings import check_generation_saving
 from attnres.training.data import DataSpec, load_blocks
+from attnres.training.lora import add_adapters
 from attnres.training.prepare import prepare_data
 from attnres.training.recipe import read_recipe
 
@@ -429,6 +431,56 @@ def test_an_impossible_value_is_refused_before_anything_is_tokenised(changes, me
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert message in line and "unforeseen" not in line and "Tokenising" not in done.stderr
+
+
+def refusal_of(model: Path, command: Callable[..., list[str]], *changes: str) -> str:
+    """Return the one line by which a run of `model` is refused before anything is tokenised."""
+    done = run(command("finetune", model.parent / "out", f"model={model}", *changes))
+    assert done.returncode == 1, done.stdout
+    (line,) = done.stderr.splitlines()
+    assert "unforeseen" not in line and "Tokenising" not in done.stderr
+    return line
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ('{"temperature": "hot", "do_sample": 7}', "`temperature` is set to `hot`"),
+        ("[1]", "holds [1], not a JSON object."),
+        ('{"max_new_tokens": -1}', "cannot be used: `max_new_tokens` must be greater than 0, but is -1."),
+    ],
+)
+def test_settings_of_generation_that_cannot_be_saved_are_refused_before_any_step(
+    settings, message, folders, command, tmp_path
+):
+    model = shutil.copytree(folders["retrofit"], tmp_path / "model")
+    (model / "generation_config.json").write_text(settings)
+    line = refusal_of(model, command)
+    assert line.startswith(f"attnres: {model / 'generation_config.json'} ") and message in line
+
+
+def test_settings_of_generation_that_only_warn_are_refused_only_if_trainer_would_change_them(folders, tmp_path):
+    model = shutil.copytree(folders["retrofit"], tmp_path / "model")
+    config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    path = model / "generation_config.json"
+    # `do_sample` is missing. The tokens are those of the tokenizer, so that `Trainer` need not set them.
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    path.write_text(json.dumps({"temperature": 0.6} | {name: token for name, token in tokens.items() if token}))
+    check_generation_saving(model, config, tokenizer)
+    path.write_text('{"temperature": 0.6, "eos_token_id": 7}')
+    check_generation_saving(model, config)  # an adapter alone is saved
+    with pytest.raises(ValueError, match=r"generation_config\.json cannot be used: .*`temperature` is set to `0\.6`"):
+        check_generation_saving(model, config, tokenizer)
+
+
+def test_a_model_with_the_files_of_an_adapter_beside_it_is_refused(folders, command, tmp_path):
+    model = shutil.copytree(folders["retrofit"], tmp_path / "model")
+    add_adapters(AutoModelForCausalLM.from_pretrained(model), rank=2).save_pretrained(tmp_path / "adapter")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "adapter" / name, model)
+    line = refusal_of(model, command)
+    assert line.startswith(f"attnres: {model} has the files of an adapter (adapter_config.json)")
+    assert "Move them elsewhere, or merge the adapter first" in line
 
 
 @pytest.mark.parametrize("package", ["peft", "datasets"])
