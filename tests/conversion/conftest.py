@@ -132,3 +132,11 @@ def push(session_that_pushes) -> Publisher:
     """Return `push(*arguments)`, which runs a command on a Hub that is empty at the start of the test."""
     session_that_pushes.hub.clear()
     return session_that_pushes
+
+
+@pytest.fixture
+def published_copy(published_model, request) -> Iterator[Path]:
+    """Return a copy of `published_model` that a test may change."""
+    folder = published_model.with_name(request.node.name.replace("/", " "))
+    yield shutil.copytree(published_model, folder)
+    shutil.rmtree(folder)
