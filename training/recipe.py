@@ -373,11 +373,13 @@ def _options_of(function: Callable) -> list[str]:
 
 def _remedy(name: str, known: Collection[str]) -> str:
     """Return the end of a message on an unknown key, with a leading space."""
-    from transformers import TrainingArguments
-
     if remedy := _OTHER_NAMES.get(name) or DECIDED_BY_RUN.get(name):
         return f" Give {remedy} instead."
-    if name in _options_of(TrainingArguments) and name not in DECIDED_BY_RUN:
+    if typo := did_you_mean(name, known, otherwise_all=False, alike=0.8):
+        return typo
+    from transformers import TrainingArguments  # which takes seconds
+
+    if name in _options_of(TrainingArguments):
         return f" It is a field of the trainer: give `trainer.{name}`."
     return did_you_mean(name, known)
 
