@@ -25,7 +25,7 @@ from attnres.utils.wording import counted
 
 from .checkpoint import Checkpoint, find, read_headers
 from .complete import explain_config, loading_report
-from .kimi_k3 import check_kimi_k3
+from .kimi_k3 import check_kimi_k3, is_released
 from .shards import DTYPES, show_bytes
 from .sizes import check_sizes
 
@@ -114,6 +114,8 @@ def check_before_loading(
 ) -> tuple[type[PreTrainedModel], frozenset[str]] | None:
     """Check on the meta device that the weights of a checkpoint are those of its configuration's model.
 
+    A `FamilyWarning` names tensors that the model does not read, such as those of layers that were left out.
+
     Args:
         auto_class: A class with `from_config`, such as `AutoModelForCausalLM`.
         source: The directory or Hub id.
@@ -165,7 +167,8 @@ def check_before_loading(
         check_memory(needed, subject, "Use a smaller model, or a machine with more memory.")
     report = loading_report(checkpoint, model)
     check_shapes(report["mismatched_keys"], source)
-    if unread := sorted(report["unexpected_keys"]):
+    unread = sorted(report["unexpected_keys"])
+    if unread and not is_released(checkpoint, config):  # Kimi K3 says itself that it leaves out the vision tower
         tensors = counted(len(unread), "tensor")
         message = (
             f"the model does not read {tensors} of {source}, such as `{unread[0]}`: see that its {CONFIG_NAME} fits."
