@@ -379,7 +379,7 @@ def _remedy(name: str, known: Collection[str]) -> str:
         return typo
     from transformers import TrainingArguments  # which takes seconds
 
-    if name in _options_of(TrainingArguments):
+    if name in _options_of(TrainingArguments) and name not in DECIDED_BY_RUN:
         return f" It is a field of the trainer: give `trainer.{name}`."
     return did_you_mean(name, known)
 

@@ -93,6 +93,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("learning_rat=1",), "A recipe has no `learning_rat`. Did you mean `learning_rate`?"),
         (("lr=1",), "A recipe has no `lr`. Give `learning_rate` instead."),
         (("num_train_epochs=1",), "A recipe has no `num_train_epochs`. Give `epochs` instead."),
+        (("save_only_model=true",), "A recipe has no `save_only_model`. There is model, train, "),
         (("bf16=true",), "A recipe has no `bf16`. It is a field of the trainer: give `trainer.bf16`."),
         (("steps",), "'steps' is not of the form key=value. A value with spaces needs quotes."),
         (
