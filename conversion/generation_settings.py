@@ -40,16 +40,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
         ValueError: `transformers` refuses the settings, or the file is a link out of the directory. The message names
             the file and the value.
     """
-    path, options = folder / GENERATION_CONFIG_NAME, {}
-    # A broken link is an error, not an absent file.
-    if not path.exists() and not path.is_symlink():
-        path, options = folder / CONFIG_NAME, {"_from_model_config": True}
-    check_text(folder, path)
-    settings = read_json(path)
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds {_shown(json.dumps(settings))}, not a JSON object. Correct or remove the file.")
-    with _explained(path, settings):
-        return GenerationConfig.from_pretrained(folder, config_file_name=path.name, **options)
+    return _read(folder)[0]
 
 
 def check_generation_saving(
@@ -68,14 +59,26 @@ def check_generation_saving(
     Raises:
         OSError, ValueError: As [`read_generation_config`], or the settings cannot be saved.
     """
-    generation = read_generation_config(folder)
+    generation, path, settings = _read(folder)
     if tokenizer is None:
         return
-    has_file = (folder / GENERATION_CONFIG_NAME).exists()
-    path = folder / (GENERATION_CONFIG_NAME if has_file else CONFIG_NAME)
-    with _explained(path, read_json(path)), tempfile.TemporaryDirectory() as scratch:
+    with _explained(path, settings), tempfile.TemporaryDirectory() as scratch:
         align_special_tokens(SimpleNamespace(config=deepcopy(config), generation_config=generation), tokenizer)
         generation.save_pretrained(scratch)
+
+
+def _read(folder: Path) -> tuple[GenerationConfig, Path, dict]:
+    """Return the settings of generation as [`read_generation_config`], their file, and its content."""
+    path, options = folder / GENERATION_CONFIG_NAME, {}
+    # A broken link is an error, not an absent file.
+    if not path.exists() and not path.is_symlink():
+        path, options = folder / CONFIG_NAME, {"_from_model_config": True}
+    check_text(folder, path)
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} holds {_shown(json.dumps(settings))}, not a JSON object. Correct or remove the file.")
+    with _explained(path, settings):
+        return GenerationConfig.from_pretrained(folder, config_file_name=path.name, **options), path, settings
 
 
 @contextmanager

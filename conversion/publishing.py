@@ -49,8 +49,8 @@ _WEIGHTS = re.compile(
     r"(model(-\d{5}-of-\d{5}|-residual(-\d+)?)?|adapter_model)\.safetensors|model\.safetensors\.index\.json"
     r"|adapter_config\.json|adapter_model\.bin"
 )
-# Returns those of the files of a repository that were measured from its weights, from their names and a function that
-# returns the content of one.
+# A function that takes the names of a repository's files and a function to read one of them. It returns the names of
+# the files that hold measurements of the repository's weights.
 FindMeasurements = Callable[[list[str], Callable[[str], bytes]], list[str]]
 # The commit in the code snippet of a card.
 _PINNED = re.compile(r'name, revision = "[^"]+", "([0-9a-f]{40})"')

@@ -150,7 +150,7 @@ class DepthReader:
             return self.plan.read(connection, state)
         norm = getattr(owner, f"{name}_norm", None)
         # Ask other classes only: a compiled model repeats such questions before each call, 0.2 ms a token in 12 layers.
-        is_own = isinstance(connection, ResidualConnection) and isinstance(norm, ResidualNorm | None)
+        is_own = isinstance(connection, ResidualConnection) and (norm is None or isinstance(norm, ResidualNorm))
         if not is_own and (hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer")):
             raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
         is_normed = connection.takes_norm and first is not None

@@ -27,11 +27,11 @@ class UniqueKeys(yaml.SafeLoader):
         """Return a mapping. Raise `yaml.YAMLError` if two of its keys are the same text."""
         node = super().compose_mapping_node(anchor)
         keys = set()
-        for key, _ in node.value:
-            if isinstance(key, ScalarNode) and key.value in keys:
+        for key in (key for key, _ in node.value if isinstance(key, ScalarNode)):
+            if key.value in keys:
                 problem = f"the key {key.value!r} stands here a second time: remove one"
                 raise ConstructorError(problem=problem, problem_mark=key.start_mark)
-            keys.add(key.value if isinstance(key, ScalarNode) else None)
+            keys.add(key.value)
         return node
 
 

@@ -463,7 +463,7 @@ def test_settings_of_generation_that_only_warn_are_refused_only_if_trainer_would
     model = shutil.copytree(folders["retrofit"], tmp_path / "model")
     config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     path = model / "generation_config.json"
-    # `do_sample` is missing. The tokens are those of the tokenizer, so that `Trainer` need not set them.
+    # A temperature without `do_sample` warns. `Trainer` does not set these tokens, because the tokenizer has the same.
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     path.write_text(json.dumps({"temperature": 0.6} | {name: token for name, token in tokens.items() if token}))
     check_generation_saving(model, config, tokenizer)
