@@ -241,34 +241,48 @@ def refusal(folder: Path, size: int) -> str:
     return ""
 
 
+def divide_further(folder: Path, size: int) -> dict[str, Any]:
+    """Compare the divisions of four processes, and measure memory and communication."""
+    results: dict[str, Any] = {"llama": {"measured": measure(folder / "llama", size)}, "kimi_linear": {}}
+    for name in THOROUGH:
+        division = DistributedConfig(**DIVISIONS["TP x FSDP2"])
+        results[name]["training beside FSDP2"] = compare_gradients(folder / name, division, shard_sequence)
+    hybrid, half = folder / "kimi_linear", {"dtype": torch.bfloat16}
+    for name, fields in DIVISIONS.items():
+        results[name] = compare_gradients(hybrid, DistributedConfig(**fields))
+    matrices, experts = DistributedConfig(tp_size=size), DistributedConfig(**DIVISIONS["EP x FSDP2"])
+    results["16 bits"] = {
+        "TP with sequence parallelism": errors_in_16_bits(hybrid, matrices, shard_sequence, **half),
+        "the same by autocast": errors_in_16_bits(hybrid, matrices, shard_sequence, is_autocast=True),
+        "EP": errors_in_16_bits(hybrid, experts, sum_gradients_of_norms, **half),
+    }
+    return results
+
+
+def divide_matrices(folder: Path, size: int) -> dict[str, Any]:
+    """Compare tensor parallelism alone, with and without the correction for norms."""
+    division = DistributedConfig(tp_size=size)
+    results: dict[str, Any] = {
+        f"TP of {name}": compare_gradients(folder / name, division) for name in ("qwen3", "gemma3", "kimi_k3")
+    }
+    was_corrected = []
+    compared = compare_gradients(
+        folder / "qwen3", division, lambda model: was_corrected.append(any(map(sums_again, model.modules())))
+    )
+    return results | {"TP without the correction": (compared, any(was_corrected))}
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     models = sorted(path for path in folder.iterdir() if path.is_dir() and path.name != REFUSED)
     results = {path.name: compare(path, size) for path in models}
-    results[REFUSED] = refusal(folder / REFUSED, size)
-    results["llama"] |= {"measured": measure(folder / "llama", size)}
-    for name in THOROUGH:
-        division = DistributedConfig(**DIVISIONS["TP x FSDP2"])
-        results[name]["training beside FSDP2"] = compare_gradients(folder / name, division, shard_sequence)
-    for name, fields in DIVISIONS.items():
-        results[name] = compare_gradients(folder / "kimi_linear", DistributedConfig(**fields))
-    matrices = DistributedConfig(tp_size=size)
-    for name in ("qwen3", "gemma3", "kimi_k3"):
-        results[f"TP of {name}"] = compare_gradients(folder / name, matrices)
-    hybrid, half = folder / "kimi_linear", {"dtype": torch.bfloat16}
-    experts = DistributedConfig(**DIVISIONS["EP x FSDP2"])
-    results["16 bits"] = {
-        "TP with sequence parallelism": errors_in_16_bits(hybrid, matrices, shard_sequence, **half),
-        "the same by autocast": errors_in_16_bits(hybrid, matrices, shard_sequence, is_autocast=True),
-        "EP": errors_in_16_bits(hybrid, experts, sum_gradients_of_norms, **half),
-    }
-    was_corrected = []
-    compared = compare_gradients(
-        folder / "qwen3", matrices, lambda model: was_corrected.append(any(map(sums_again, model.modules())))
-    )
-    results["TP without the correction"] = compared, any(was_corrected)
+    if results.keys() >= {*THOROUGH}:
+        further = divide_further(folder, size)
+        results = further | {name: results[name] | further[name] for name in results}
+    else:
+        results |= {REFUSED: refusal(folder / REFUSED, size)} | divide_matrices(folder, size)
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
