@@ -69,7 +69,11 @@ def run_plan(
         return
     # A row is one line, also where the terminal is narrow or there is none.
     console = Console(width=max(180, Console().width))
-    console.print(plan_table(found.fitting[:shown], job.training))
+    printed = found.fitting[:shown]
+    console.print(plan_table(printed, job.training))
+    missing = {missing_engine(plan.layout, job.training): None for plan in printed}  # in the order of the table
+    for reason in filter(None, missing):
+        console.print(f"Does not run here: {reason}.", highlight=False)
     console.print(
         f"{len(found.fitting)} layouts fit into {gigabytes(found.limit)} GB of {gigabytes(device.memory)} GB. "
         "Memory is counted; times are estimates.",

@@ -91,12 +91,12 @@ class Costs:
         """Return the layers of each of several stages, about equal in the parameters that a token uses."""
         if number not in self._divided:
             experts, used = self.experts
-            active = [0.0] * (self.num_layers + 1)
+            activated = [0.0] * (self.num_layers + 1)
             for weight in self.weights:
                 if weight.layer >= 0:
-                    active[weight.layer] += weight.number * (used / experts if weight.is_expert else 1)
-            head = active.pop() + sum(weight.number for weight in self._tied_head)
-            self._divided[number] = divide_layers(active, number, head)
+                    activated[weight.layer] += weight.number * (used / experts if weight.is_expert else 1)
+            head = activated.pop() + sum(weight.number for weight in self._tied_head)
+            self._divided[number] = divide_layers(activated, number, head)
         return self._divided[number]
 
     def of_rank(self, layout: Layout, rank: int) -> list[slice]:
@@ -121,7 +121,7 @@ class Costs:
             # The last stage multiplies with a tied embedding. It has a copy, unless it is also the first.
             copy = self._tied_head if is_last and not is_first else []
             sums = stage_weights([*weights, *copy], layout, self.job.optimizer, used / experts)
-            sums.active += sum(weight.on_one_device(layout) for weight in self._tied_head if is_last)
+            sums.activated += sum(weight.on_one_device(layout) for weight in self._tied_head if is_last)
             self._stages[key] = sums
         return self._stages[key]
 
@@ -192,7 +192,7 @@ class Costs:
         context = self.job.context
         attention = self.attention_flops(context) * self.attention_part(layout.tensor) / layout.stages
         stages = self.stages(layout.stages)
-        return [2 * self.stage_weights(layout, [stage]).active * context + attention for stage in stages]
+        return [2 * self.stage_weights(layout, [stage]).activated * context + attention for stage in stages]
 
 
 def _visible_pairs(context: int, tokens: int, window: int | None) -> float:

@@ -30,7 +30,7 @@ def plan_serving(costs: Costs, layout: Layout, device: Device) -> Plan:
         "experts": 2 * (1 - 1 / layout.expert) * routed * column / layout.tensor,
         "pipeline": float(sequences * crossing),
     }
-    flops = 2 * sum(of_stage.active for of_stage in weights) * sequences
+    flops = 2 * sum(of_stage.activated for of_stage in weights) * sequences
     flops += costs.attention_flops(1) * costs.attention_part(layout.tensor) * sequences
     # With stages, the sequences are as many groups, and each stage works for another one. So each reads its weights
     # for each group, and the rest is divided.

@@ -92,7 +92,7 @@ class StageWeights:
         optimizer: Bytes of the optimizer's states.
         bytes: Bytes of `computed` in the model's dtype.
         expert_bytes: The part of these that are of routed experts.
-        active: Numbers that one token is multiplied with, on average over the devices of an expert group.
+        activated: Numbers that one token is multiplied with, on average over the devices of an expert group.
         gathered: Numbers that a gather of all weights brings to the device, without those of routed experts.
         gathered_experts: The same for routed experts.
         largest_layer: `computed` of the largest layer.
@@ -106,7 +106,7 @@ class StageWeights:
     optimizer: float = 0.0
     bytes: float = 0.0
     expert_bytes: float = 0.0
-    active: float = 0.0
+    activated: float = 0.0
     gathered: float = 0.0
     gathered_experts: float = 0.0
     largest_layer: float = 0.0
@@ -144,11 +144,11 @@ def stage_weights(weights: Iterable[Weights], layout: Layout, optimizer: str, us
             total.expert_bytes += computed * weight.bytes / weight.number
             sparse.add(weight.layer)
             # Each device of an expert group computes as many tokens as it has, whatever devices their experts are on.
-            total.active += weight.number * used / (1 if layout.expert > 1 else layout.tensor)
+            total.activated += weight.number * used / (1 if layout.expert > 1 else layout.tensor)
         else:
             total.gathered += computed - stored
             # The embedding is a look-up.
-            total.active += computed if weight.layer >= 0 else 0
+            total.activated += computed if weight.layer >= 0 else 0
         if not (weight.is_expert and layout.expert > 1):
             total.sums += weight.sums
     total.largest_layer, total.sparse_layers = max(by_layer.values()), len(sparse)

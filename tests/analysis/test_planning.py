@@ -153,7 +153,7 @@ def test_a_stage_of_kimi_k3_on_1024_devices_has_the_weights_of_a_sum_on_paper(k3
     assert weights.stored == pytest.approx(experts + others / 64, rel=0.005)
     assert weights.optimizer == 8 * weights.stored
     # A token uses 16 of 896 experts.
-    assert weights.active == pytest.approx(experts * 64 * 16 / 896 + others, rel=0.005)
+    assert weights.activated == pytest.approx(experts * 64 * 16 / 896 + others, rel=0.005)
 
 
 def test_caches_have_the_bytes_of_a_sum_on_paper():

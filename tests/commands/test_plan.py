@@ -28,13 +28,22 @@ def on_one_line(output: str) -> str:
 
 
 def test_the_table_has_a_line_for_each_layout_and_names_what_dominates():
-    done = run(*TINY, "--shown", "3")
+    done = run(*TINY, "--shown", "3", "--runnable")
     assert done.exit_code == 0, done.output
     heading, *lines, total = done.stdout.splitlines()
     assert len(lines) == 3
     assert all(name in heading for name in ("data x tensor x pipeline", "expert", "GB sent", "tokens/s", "runs here"))
     assert all(line.split()[-1] in ("yes", "no") for line in lines)
     assert "Memory is counted; times are estimates." in total
+
+
+def test_each_reason_why_a_printed_layout_does_not_run_here_is_printed_once():
+    table = run(*TINY, "--shown", "20").stdout.splitlines()
+    rows = [line for line in table if line.split()[-1] in ("yes", "no")]
+    plans = json.loads(run(*TINY, "--json").stdout)["plans"][: len(rows)]
+    assert [line.split()[-1] for line in rows] == ["no" if plan["missing_engine"] else "yes" for plan in plans]
+    reasons = [f"Does not run here: {plan['missing_engine']}." for plan in plans if plan["missing_engine"]]
+    assert table[1 + len(rows) : -1] == [*dict.fromkeys(reasons)] != []
 
 
 @pytest.mark.parametrize(
