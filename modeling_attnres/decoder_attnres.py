@@ -209,7 +209,7 @@ class ResidualModel(ResidualPreTrainedModel):
             ValueError: as [`keep_documents_apart`], or the row has several documents and the backbone carries a state
                 through all of it.
         """
-        arguments, documents = keep_documents_apart(arguments, self.config)
+        arguments, documents = keep_documents_apart(arguments, self.config, self.makes_cache(arguments))
         # `_is_stateful` is private, but nothing else in `transformers` marks such backbones.
         if documents is not None and self._is_stateful:
             raise ValueError(
@@ -223,6 +223,13 @@ class ResidualModel(ResidualPreTrainedModel):
             mask = separate_under_mask(mask, documents, self.config, dtype, every_layer=True)
             arguments = arguments | {"attention_mask": mask}
         return arguments
+
+    def makes_cache(self, arguments: dict[str, Any]) -> bool:
+        """Return whether `transformers` makes a cache in a forward pass with these arguments by name."""
+        use_cache = arguments.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(self.config, "use_cache", None)  # which some backbones do not have
+        return bool(use_cache) and not (self.training and getattr(self, "gradient_checkpointing", False))
 
     def number_layers(self) -> int:
         """Give every connection its index, since layers may have been removed or moved since the last pass.

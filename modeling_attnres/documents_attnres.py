@@ -3,7 +3,8 @@
 Four *signs* mark the documents of a forward pass: `position_ids` that restart, borders (`cu_seq_lens_q`), numbers
 (`seq_idx`) and a mask over pairs of tokens. `transformers` takes restarting positions for documents only without mask
 and cache, but makes a cache by default; only some kernels read the other signs. Here all signs mean the same for every
-layer, and a combination that cannot be honoured raises an error.
+layer, and a combination that cannot be honoured raises an error. Positions that only jump ahead may be those of one
+text, so there `transformers` decides.
 
 `keep_documents_apart` prepares the arguments of a forward pass for softmax attention. `for_linear_attention` of
 `padding_attnres` then prepares them for delta attention.
@@ -49,11 +50,16 @@ def shape_of(arguments: Arguments) -> tuple[int, int] | None:
     return None
 
 
-def find_documents(arguments: Arguments) -> Tensor | None:
+def find_documents(arguments: Arguments, makes_cache: bool) -> Tensor | None:
     """Find the documents in each row by all signs but a mask.
 
     Without a mask and a cache, a document begins where `position_ids` do not grow by one. This is the rule of
-    `transformers`.
+    `transformers`. Where a cache would be made and there is no other sign, positions that only jump ahead are those of
+    one text.
+
+    Args:
+        arguments: the arguments of a forward pass.
+        makes_cache: whether the pass makes a cache unless it has several documents.
 
     Returns:
         The number of each token's document `[batch, seq]`, or `None` if each row is one document. A traced graph cannot
@@ -80,13 +86,32 @@ def find_documents(arguments: Arguments) -> Tensor | None:
     # Several positions for each token, as for images, do not mark documents.
     has_row_of_positions = positions is not None and positions.ndim == 2
     if has_row_of_positions and arguments.get("attention_mask") is None and cache_of(arguments) is None:
-        signs = {"position_ids": find_packed_sequence_indices(positions.expand(shape[0], -1)), **signs}
+        may_jump = makes_cache and not signs
+        signs = {"position_ids": _documents_by_positions(positions.expand(shape[0], -1), may_jump), **signs}
     for first, second in pairwise(signs):
         check_values(
             _begin_alike(signs[first], signs[second]),
             f"`{first}` and `{second}` begin documents at different tokens: pass only one of them, or make them agree.",
         )
     return next((documents for documents in reversed(signs.values()) if documents is not None), None)
+
+
+def _documents_by_positions(positions: Tensor, may_jump: bool) -> Tensor | None:
+    """Find the documents that `position_ids` `[batch, seq]` mark; with `may_jump`, one text may jump ahead."""
+    documents = find_packed_sequence_indices(positions)
+    if documents is None or not may_jump:
+        return documents
+    steps = positions.diff(dim=-1)
+    grows = (steps > 0).all(-1)  # [batch]
+    if not is_tracing(documents) and bool(grows.all()):
+        return None
+    check_values(
+        ~(grows & (steps > 1).any(-1)).any(),
+        "`position_ids` of a row jump ahead, which may begin a document or not; in a compiled graph, or beside rows "
+        "whose positions restart, this cannot be told: pass an `attention_mask` to keep each row one text, or "
+        "`use_cache=False` to begin a document at each jump.",
+    )
+    return documents
 
 
 def _begin_alike(first: Tensor | None, second: Tensor | None) -> Tensor | bool:
@@ -163,12 +188,13 @@ def positions_in(documents: Tensor) -> Tensor:
     return tokens - tokens.masked_fill(~is_start, 0).cummax(-1).values
 
 
-def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, Tensor | None]:
+def keep_documents_apart(arguments: Arguments, config: Any, makes_cache: bool) -> tuple[Arguments, Tensor | None]:
     """Change the arguments of a forward pass so that `transformers`' attention keeps documents of one row apart.
 
     Args:
         arguments: the arguments by name; they are not changed in place.
         config: the model's configuration.
+        makes_cache: whether the pass makes a cache unless it has several documents.
 
     Returns:
         The arguments, and the number of each token's document `[batch, seq]`, or `None` if each row is one document.
@@ -176,7 +202,10 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
     Raises:
         ValueError: the documents cannot be kept apart.
     """
-    if shape_of(arguments) is None:
+    # The paged cache of continuous batching (`generate_batch`) keeps the requests in a row apart. Its borders of keys
+    # are a dictionary, and include tokens in the cache.
+    is_paged = arguments.get("write_index") is not None
+    if shape_of(arguments) is None or is_paged:
         return arguments, None
     mask = arguments.get("attention_mask")
     has_borders = any(arguments.get(name) is not None for name in (*_BORDERS, "seq_idx"))
@@ -184,7 +213,7 @@ def keep_documents_apart(arguments: Arguments, config: Any) -> tuple[Arguments, 
         # This mask hides nothing, but `transformers` looks for documents only where there is no mask.
         mask = None
         arguments = arguments | {"attention_mask": None}
-    documents = find_documents(arguments)
+    documents = find_documents(arguments, makes_cache)
     cache, positions = cache_of(arguments), arguments.get("position_ids")
     if documents is not None and cache is None and arguments.get("use_cache") and is_tracing(documents):
         # With `use_cache`, rows usually are one document. The graph is made for that, and checks it when it runs.

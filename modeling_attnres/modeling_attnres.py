@@ -78,7 +78,7 @@ class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinear
 
     def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Prepare padding and documents for full attention and delta attention; see the base class."""
-        arguments, documents = keep_documents_apart(arguments, self.config)
+        arguments, documents = keep_documents_apart(arguments, self.config, self.makes_cache(arguments))
         if "linear_attention" not in self.config.layer_types:
             return arguments
         layer_idx = self.config.layer_types.index("linear_attention")

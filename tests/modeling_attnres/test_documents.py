@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Dynam
 
 from attnres import AttnResForCausalLM
 from attnres.accelerated import delta_attention
+from attnres.conversion import retrofit
 from attnres.delta_attention_attnres import convolve
 
 from ..caches import CACHE
@@ -297,6 +299,38 @@ def test_documents_of_one_token_each_are_refused_with_a_cache(model, ids):
 def llama(backbones) -> torch.nn.Module:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(backbones.member_config("llama")).eval()
+
+
+JUMPS = torch.tensor([[0, 1, 2, 3, 7, 8, 20, 21, 22, 23, 24]]).expand(2, -1)
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        *product(["llama", "gemma3_text"], ["inference", "no cache", "training", "recomputation"]),
+        *product(["kimi_linear"], ["inference", "training"]),  # without cache, it keeps apart only in some layers
+    ],
+)
+def test_positions_that_jump_ahead_mean_what_they_mean_to_the_backbone(backbones, case, way):
+    """By default they are one text; `transformers` begins a document at each jump where it makes no cache."""
+    standard, ids, options = backbones.build(case), backbones.token_ids(), {"use_cache": False} if "no" in way else {}
+    models = [standard, retrofit(backbones.build(case), block_size=3)]
+    for model in models:
+        model.train(way in ("training", "recomputation"))
+        if way == "recomputation":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected, found = (model(ids, position_ids=JUMPS, **options).logits for model in models)
+    assert error(found, expected) < TOLERANCE
+
+
+def test_positions_that_jump_ahead_in_one_row_and_restart_in_another_are_refused(llama, backbones):
+    ids, both = backbones.token_ids(), JUMPS.clone()
+    both[1] = torch.arange(11) % 6
+    assert "`position_ids` of a row jump ahead" in refused(llama, input_ids=ids, position_ids=both)
+    found = llama(ids, position_ids=both, use_cache=False).logits
+    assert error(found[:1], llama(ids[:1], position_ids=JUMPS[:1], use_cache=False).logits) < TOLERANCE
+    with pytest.raises(RuntimeError, match="`position_ids` of a row jump ahead"):
+        compiled(llama.model.prepare_rows)({"input_ids": ids, "position_ids": JUMPS})
 
 
 def compiled(function: Callable) -> Callable:
