@@ -1,4 +1,4 @@
-"""The first phase of a training run: turn a recipe into arguments, a tokenizer, data and a model.
+"""The first phase of a training run: turn a recipe into a tokenizer, data and a model.
 
 Each function makes one of them. `train.py` calls them in an order that finds errors early: a wrong model is refused
 before any text is tokenised.
@@ -20,10 +20,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TrainingArguments,
 )
 from transformers.distributed import DistributedConfig
-from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from attnres import ResidualConfig
@@ -43,7 +41,7 @@ from .data import DataSpec, digest_of, load_blocks
 from .division import check_fsdp2, divides_sequence, load_divided
 from .documents import file_identities
 from .pipeline_parts import make_part, part_of
-from .pipeline_settings import count_replicas, read_settings
+from .pipeline_settings import read_settings
 from .recipe import Recipe
 from .run_folder import START
 from .text import open_tokenizer
@@ -53,117 +51,6 @@ if TYPE_CHECKING:
 
 HEAL = "heal"  # the recipe that refuses a model without attention residuals
 MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
-SHORTEST_CURVE = 10  # points of the training loss, if `epochs` shortens the run
-
-
-def prepare_arguments(recipe: Recipe, state: PartialState, division: DistributedConfig | None) -> TrainingArguments:
-    """Translate a recipe into the arguments of `transformers.Trainer`.
-
-    Args:
-        recipe: The recipe of the run.
-        state: The processes of the run, and their devices.
-        division: How they divide the model; `None` if each has the whole model.
-
-    Returns:
-        The arguments. [`set_steps`] sets their number of steps once the data is known.
-
-    Raises:
-        ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
-    """
-    # All processes of a tensor-parallel group, and of a pipeline, compute the same batch.
-    pipeline = read_settings(recipe.pipeline)
-    copies = 1 if division is None else division.tp_size
-    if pipeline is not None:
-        copies = state.num_processes // count_replicas(pipeline, state.num_processes)
-    groups = state.num_processes // copies
-    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // groups))
-    accumulated, rest = divmod(recipe.batch_size, micro * groups)
-    if rest:
-        raise ValueError(
-            f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
-            f"{counted(groups, 'pipeline') if pipeline else f'{groups} processes'}."
-        )
-    if copies > 1 and not recipe.trainer.get("average_tokens_across_devices", True):
-        raise ValueError(
-            "`trainer.average_tokens_across_devices` of the recipe must be true with "
-            f"{'`pipeline`' if pipeline else '`tp_size` of `distributed`'}, where several processes compute the same "
-            "batch: `Trainer` would divide the loss by too few labels. Leave it out."
-        )
-    # The recipe may override these.
-    defaults = {
-        # Each process reads the whole stream. By default one reads it and joins what it sends, which must be tensors.
-        **({"accelerator_config": {"dispatch_batches": False}} if recipe.streaming else {}),
-        "eval_strategy": "steps",
-        "eval_steps": recipe.save_every,
-        "eval_on_start": True,
-        "report_to": "none",
-        "dataloader_pin_memory": torch.cuda.is_available(),
-    }
-    # The recipe must not set these: they are keys of `DECIDED_BY_RUN`.
-    decided = {
-        "output_dir": recipe.out,
-        "max_steps": recipe.most_steps or 1,  # until `set_steps` knows the data
-        "per_device_train_batch_size": micro,
-        "per_device_eval_batch_size": micro,
-        "gradient_accumulation_steps": accumulated,
-        "max_grad_norm": recipe.max_grad_norm,
-        "logging_steps": recipe.log_every,
-        "logging_nan_inf_filter": False,  # it would show a loss of 0 when the model diverges
-        "save_steps": recipe.save_every,
-        "save_total_limit": recipe.keep,
-        "seed": recipe.seed,
-        "remove_unused_columns": False,
-        "label_names": ["labels"],
-        "use_cpu": state.device.type == "cpu",
-    }
-    try:
-        arguments = TrainingArguments(**defaults | recipe.trainer, **decided)
-        # `Trainer` makes these after the data is tokenised. Making one here shows at once which package it lacks.
-        for callback in get_reporting_integration_callbacks(arguments.report_to):
-            callback()
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"`trainer` of the recipe: {error}") from error
-    if arguments.accelerator_config.split_batches:
-        raise ValueError(
-            "`trainer.accelerator_config` of the recipe sets `split_batches`, which would divide `batch_size` among "
-            "the processes a second time: leave it out."
-        )
-    if arguments.load_best_model_at_end:
-        _check_best(arguments, division)
-    return arguments
-
-
-def _check_best(arguments: TrainingArguments, division: DistributedConfig | None) -> None:
-    """Raise ValueError if a run cannot end with its best checkpoint."""
-    subject = "`trainer.load_best_model_at_end` of the recipe"
-    if division is not None:
-        raise ValueError(
-            f"{subject} does not work with `distributed`, whose checkpoints are in parts: leave it out, and take the "
-            "checkpoint that you want."
-        )
-    if arguments.metric_for_best_model not in ("loss", "eval_loss") or arguments.greater_is_better:
-        raise ValueError(
-            f"{subject} chooses the lowest held-out loss: leave out `metric_for_best_model` and `greater_is_better`."
-        )
-    if arguments.eval_steps != arguments.save_steps:
-        raise ValueError(
-            f"{subject} needs a held-out loss for each checkpoint and no other: leave out `trainer.eval_steps`, which "
-            "then is `save_every`."
-        )
-
-
-def set_steps(arguments: TrainingArguments, recipe: Recipe, train: "Dataset | IterableDataset") -> None:
-    """Set the number of steps in `arguments`. `epochs` of the recipe may limit it, now that the data is known.
-
-    Args:
-        arguments: The arguments of the run; they are changed in place.
-        recipe: The recipe of the run.
-        train: The sequences to train on.
-    """
-    arguments.max_steps = recipe.count_steps(None if recipe.streaming else len(train))
-    if arguments.max_steps != recipe.most_steps:
-        # `log_every` is chosen for a run of full length. With it, the curve of a much shorter run would have one point.
-        arguments.logging_steps = min(recipe.log_every, max(1, arguments.max_steps // SHORTEST_CURVE))
 
 
 def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -482,9 +369,7 @@ __all__ = [
     "explain_missing",
     "identify_model",
     "part_of_process",
-    "prepare_arguments",
     "prepare_data",
     "prepare_model",
     "prepare_tokenizer",
-    "set_steps",
 ]

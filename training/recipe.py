@@ -8,11 +8,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from datetime import date
-from inspect import signature
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
 
@@ -21,6 +18,8 @@ from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import UniqueKeys, load_yaml
 
 from .pipeline_settings import read_settings
+from .recipe_values import check_keys, mapping, options_of, typed
+from .trainer_fields import DECIDED_BY_RUN, check_trainer_fields, type_trainer_fields
 
 # The values of `bad_rows`, `optimizer` and `schedule`. They stand here, not beside the code that they choose, so that
 # reading a recipe does not import PyTorch.
@@ -49,41 +48,10 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 }
 # Names that other tools use -> the key of a recipe. Those of `TrainingArguments` follow below.
 _OTHER_NAMES = {"lr": "`learning_rate`", "dataset": "`train`", "output": "`out`", "max_length": "`length`"}
-_MOST_NAMED = 12  # the largest number of keys that a message names
 _NEEDED = ("model", "train", "out")
 _RUN_LENGTHS = ("steps", "tokens", "epochs")
 # Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
-# Fields of `TrainingArguments` that the run sets -> the remedy in the error message. `None`: leave the field out.
-DECIDED_BY_RUN = {
-    "output_dir": "`out`",
-    "max_steps": "`steps`",
-    "num_train_epochs": "`epochs`",
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size"), "`micro_batch_size`"
-    ),
-    "gradient_accumulation_steps": "`batch_size` and `micro_batch_size`",
-    "max_grad_norm": "`max_grad_norm`",
-    "logging_steps": "`log_every`",
-    **dict.fromkeys(("save_steps", "save_strategy"), "`save_every`"),
-    "save_total_limit": "`keep`",
-    "seed": "`seed`",
-    "learning_rate": "`learning_rate`",
-    "weight_decay": "`weight_decay`",
-    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), "`optimizer`"),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs"), "`schedule`"),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "`warmup`"),
-    "resume_from_checkpoint": "`out`",
-    **dict.fromkeys(
-        ("push_to_hub", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy"),
-        "`attnres push` once the run has ended",
-    ),
-    "hub_token": "`hf auth login`",
-    "use_cpu": "the variable ACCELERATE_USE_CPU=true of the environment",
-    **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "label_names"), None),
-    # With one of these, a resumed run could not go on, or would be another run.
-    **dict.fromkeys(("save_only_model", "ignore_data_skip", "train_sampling_strategy"), None),
-}
 
 
 @dataclass(frozen=True)
@@ -142,8 +110,9 @@ class Recipe:
             `docs/guides/many_devices.md`.
         pipeline: How the layers are divided among the processes of a pipeline: fields of
             [`attnres.training.pipeline_settings.PipelineSettings`], such as `{stages: 4, microbatches: 8}`.
-        trainer: Fields of `transformers.TrainingArguments`, except those that the run sets (see `DECIDED_BY_RUN`):
-            `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`, `trackio`), and so on.
+        trainer: Fields of `transformers.TrainingArguments`, except those that the run sets (`DECIDED_BY_RUN` in
+            `trainer_fields.py`): `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`,
+            `trackio`), and so on.
 
     Raises:
         ValueError: A value is not allowed, or two values contradict each other.
@@ -222,38 +191,19 @@ class Recipe:
     def _check_mappings(self) -> None:
         """Raise ValueError if a mapping has a wrong key or value."""
         # Imports that take seconds are made only for the recipes that need them.
-        if decided := next((key for key in self.trainer if key in DECIDED_BY_RUN), None):
-            remedy = f"give {DECIDED_BY_RUN[decided]} instead" if DECIDED_BY_RUN[decided] else "leave it out"
-            raise ValueError(f"`trainer.{decided}` of the recipe must not be set, since the run sets it: {remedy}.")
-        if self.trainer:
-            from transformers import TrainingArguments
-
-            _check_keys("trainer", self.trainer, _options_of(TrainingArguments))
-            switches = {item.name for item in fields(TrainingArguments) if item.type in (bool, bool | None)}
-            for key in switches & self.trainer.keys():
-                # As text, "false" would count as true.
-                if not isinstance(self.trainer[key], bool | None):
-                    raise ValueError(
-                        f"`trainer.{key}` of the recipe is {self.trainer[key]!r}, but must be true or false."
-                    )
-        workers = self.trainer.get("dataloader_num_workers", 0)
-        if not isinstance(workers, int) or workers < 0:
-            raise ValueError(
-                f"`trainer.dataloader_num_workers` of the recipe is {workers!r}, but must be a whole number, "
-                "at least 0."
-            )
+        check_trainer_fields(self.trainer)
         if self.retrofit is not None:
             from attnres.conversion.family import retrofit_fields, retrofit_options
 
             chosen = {"residual": self.retrofit["residual"]} if "residual" in self.retrofit else {}
             allowed = ["residual", *retrofit_options(**chosen), *retrofit_fields(**chosen)]
-            _check_keys("retrofit", self.retrofit, allowed)
+            check_keys("retrofit", self.retrofit, allowed)
         if self.lora is not None:
             # `peft` comes with an extra. If it is missing, `run_train` raises an error that names the extra.
             with suppress(ImportError):
                 from .lora import add_adapters, check_options
 
-                _check_keys("lora", self.lora, _options_of(add_adapters))
+                check_keys("lora", self.lora, options_of(add_adapters))
                 check_options(**self.lora)
         read_settings(self.pipeline)
         dtype = self.config.get("dtype")
@@ -278,6 +228,11 @@ class Recipe:
                 raise ValueError(f"`{name}` of the recipe has no effect without `{needed}`: give both or neither.")
         if self.lora is not None and self.distributed is not None:
             raise ValueError("An adapter cannot be trained on a divided model: leave out `lora` or `distributed`.")
+        if (self.distributed or {}).get("sequence_parallel") and self.trainer.get("neftune_noise_alpha"):
+            raise ValueError(
+                "`trainer.neftune_noise_alpha` of the recipe does not work with `sequence_parallel`, where each "
+                "process has a part of the embedding: leave out one of them."
+            )
         if self.pipeline is not None:
             for name in ("lora", "distributed"):
                 if getattr(self, name) is not None:
@@ -341,7 +296,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         except ValueError:
             _check_undivided(changes[number:])
             raise
-        content[name] = {**_mapping(name, content.get(name) or {}), inner: parsed} if dot else parsed
+        content[name] = {**mapping(name, content.get(name) or {}), inner: parsed} if dot else parsed
         changed.add(name)
     if any(content.get(name) is not None for name in changed.intersection(_RUN_LENGTHS)):
         # A length on the command line replaces the file's, which may be given by another of these keys.
@@ -353,7 +308,8 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     for name, value in content.items():
         if name not in known:
             raise ValueError(f"A recipe has no `{name}`.{_remedy(str(name), known)}")
-        content[name] = _typed(name, value, known[name].type)
+        content[name] = typed(name, value, known[name].type)
+    content["trainer"] = type_trainer_fields(content.get("trainer", {}))
     if missing := [name for name in _NEEDED if not content.get(name)]:
         names = " and ".join(f"`{name}`" for name in missing)
         raise ValueError(f"The recipe lacks {names}: give {' '.join(f'{name}=...' for name in missing)}")
@@ -366,11 +322,6 @@ def write_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
-def _options_of(function: Callable) -> list[str]:
-    """Return the names of the parameters that have a default."""
-    return [option.name for option in signature(function).parameters.values() if option.default is not option.empty]
-
-
 def _remedy(name: str, known: Collection[str]) -> str:
     """Return the end of a message on an unknown key, with a leading space."""
     if remedy := _OTHER_NAMES.get(name) or DECIDED_BY_RUN.get(name):
@@ -379,16 +330,9 @@ def _remedy(name: str, known: Collection[str]) -> str:
         return typo
     from transformers import TrainingArguments  # which takes seconds
 
-    if name in _options_of(TrainingArguments) and name not in DECIDED_BY_RUN:
+    if name in options_of(TrainingArguments) and name not in DECIDED_BY_RUN:
         return f" It is a field of the trainer: give `trainer.{name}`."
     return did_you_mean(name, known)
-
-
-def _check_keys(name: str, arguments: dict[str, Any], known: Collection[str]) -> None:
-    """Raise ValueError if a key in the mapping `name` of a recipe is unknown."""
-    for key in (key for key in arguments if key not in known):
-        is_short = len(known) <= _MOST_NAMED
-        raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(key, known, otherwise_all=is_short)}")
 
 
 def _read_text(path: str | Path) -> str:
@@ -434,42 +378,3 @@ def _check_undivided(changes: Sequence[str]) -> None:
         except ValueError:
             continue
         raise ValueError(f"The shell divides {whole} at its spaces: put it in quotes, '{whole}'.")
-
-
-def _mapping(name: str, value: Any) -> dict[str, Any]:
-    """Return a copy of a value of the recipe. Raise ValueError if it is not a mapping of names to values."""
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"`{name}` of the recipe is {value!r}, but must be a mapping of names to values.")
-    return dict(value)
-
-
-def _typed(name: str, value: Any, kind: Any) -> Any:
-    """Convert a YAML value to the type of its field. Raise ValueError if it cannot be converted.
-
-    YAML reads `3e-4` as text and `2026-01-31` as a date, so a value of another type may be what the user means.
-    """
-    if isinstance(kind, UnionType):  # such as `str | None`
-        if value is None:
-            return None
-        kind = get_args(kind)[0]
-    kind = get_origin(kind) or kind
-    if kind is dict:
-        return _mapping(name, value)
-    if kind is Sequence:
-        value = [] if value is None else [value] if isinstance(value, str) else value
-        if isinstance(value, list | tuple):
-            return tuple(_typed(name, item, str) for item in value)
-    with suppress(OverflowError, ValueError):
-        if kind is bool and isinstance(value, bool):
-            return value
-        if kind is str and isinstance(value, str | int | float | date) and not isinstance(value, bool):
-            return str(value)
-        if kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
-            number = value if isinstance(value, int) else float(value)
-            if kind is float or number == int(number):
-                return kind(number)
-    types_in_words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    # YAML reads `no` and `on` as booleans.
-    remedy = ": put it in quotes" if kind is str and isinstance(value, bool) else ""
-    allowed = types_in_words.get(kind, "a list of names")
-    raise ValueError(f"`{name}` of the recipe is {value!r}, but must be {allowed}{remedy}.")

@@ -23,6 +23,7 @@ from attnres.conversion.whole import check_source_sizes
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
+from .arguments import prepare_arguments, set_steps
 from .checkpoints import check_best, check_checkpoint
 from .display import Display, describe_run
 from .division import (
@@ -40,11 +41,9 @@ from .prepare import (
     check_model_config,
     check_no_adapter,
     identify_model,
-    prepare_arguments,
     prepare_data,
     prepare_model,
     prepare_tokenizer,
-    set_steps,
 )
 from .recipe import Recipe
 from .report import collect_results, describe_results, write_run

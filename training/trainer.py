@@ -16,6 +16,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,7 +72,7 @@ class AttnResTrainer(ResumableTrainer):
     Args:
         model: The model, whole or divided among the processes by `transformers`.
         recipe: The recipe of the run.
-        arguments: The arguments that [`attnres.training.prepare.prepare_arguments`] makes from the recipe.
+        arguments: The arguments that [`attnres.training.arguments.prepare_arguments`] makes from the recipe.
         options: Other arguments of `Trainer`, such as the data sets.
 
     Attributes:
@@ -103,6 +104,9 @@ class AttnResTrainer(ResumableTrainer):
         if options.get("eval_dataset") is not None:
             options["eval_dataset"] = NumberedRows(options["eval_dataset"])
         super().__init__(model, arguments, data_collator=self._collate, callbacks=callbacks, **options)
+        if self.label_smoother is not None:
+            # `Trainer` does not shift the labels of a compiled model, whose class it does not know.
+            self.label_smoother = partial(self.label_smoother, shift_labels=True)
         # A random part of the name of that folder, the same in all processes of this run. So a process that outlives
         # its run cannot write into a checkpoint of the next one.
         self._run_id: str = broadcast_object_list([secrets.token_hex(4)])[0]

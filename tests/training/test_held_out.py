@@ -60,3 +60,15 @@ def test_two_processes_report_the_same_held_out_loss(tiny_model, tmp_path):
     model = tiny_model()
     results = two_processes("held_out", model, tmp_path)
     assert [result["loss"] for result in results] == [pytest.approx(mean_over_tokens(model), abs=1e-5)] * 2
+
+
+@pytest.mark.slow
+def test_smoothed_labels_of_a_compiled_model_are_those_of_the_next_token(tiny_model, tmp_path):
+    """`Trainer` shifts labels by the name of the model's class, and a compiled model has another."""
+    options = {"report_to": "none", "use_cpu": True, "remove_unused_columns": False, "label_smoothing_factor": 1e-9}
+    model, recipe = tiny_model(layer_types=["full_attention"] * 4), Recipe("model", ["a.txt"], str(tmp_path), steps=1)
+    trainer = AttnResTrainer(model, recipe, TrainingArguments(tmp_path, **options))
+    row = uneven_rows()[0]
+    batch = {name: row[name][None] for name in ("input_ids", "labels")}
+    losses = [trainer.compute_loss(way, dict(batch)).item() for way in (model, torch.compile(model, backend="eager"))]
+    assert losses == pytest.approx([model(**batch).loss.item()] * 2, rel=1e-5)

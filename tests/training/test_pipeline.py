@@ -19,6 +19,7 @@ from attnres.backbones_attnres import config_on
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
+from attnres.training.arguments import prepare_arguments
 from attnres.training.pipeline import Pipeline, split_batch
 from attnres.training.pipeline_cache import BlockCache
 from attnres.training.pipeline_layers import count_costs, divide_layers, listed_layers
@@ -27,7 +28,6 @@ from attnres.training.pipeline_settings import PipelineSettings, count_replicas,
 from attnres.training.pipeline_stage import join_groups
 from attnres.training.pipeline_trainer import check_arguments
 from attnres.training.pipeline_transfers import Chunk, plan_chunks, trace_states, transfer_bytes
-from attnres.training.prepare import prepare_arguments
 from attnres.training.recipe import Recipe, read_recipe
 
 from ..conversion.backbones import CASES, build
@@ -367,6 +367,7 @@ def test_labels_that_one_process_alone_counts_are_refused_where_others_have_the_
         ({}, DistributedConfig(fsdp_size=1), "does not work with `distributed`, whose checkpoints are in parts"),
         ({"eval_steps": 10}, None, "needs a held-out loss for each checkpoint and no other: leave out"),
         ({"greater_is_better": True}, None, "chooses the lowest held-out loss: leave out `metric_for_best_model`"),
+        ({"eval_delay": 5}, None, "needs a held-out loss for each checkpoint: leave out `trainer.eval_delay`"),
         ({"metric_for_best_model": "runtime"}, None, "chooses the lowest held-out loss: leave out"),
     ],
 )
@@ -375,13 +376,6 @@ def test_a_best_checkpoint_that_cannot_be_chosen_or_loaded_is_refused(trainer, d
     recipe = Recipe("model", ("a.txt",), "out", steps=100, save_every=50, trainer=trainer)
     with pytest.raises(ValueError, match=message):
         prepare_arguments(recipe, PartialState(cpu=True), division)
-
-
-def test_a_batch_that_accelerate_would_divide_again_is_refused():
-    trainer = {"accelerator_config": {"split_batches": True}}
-    recipe = Recipe("model", ("a.txt",), "out", steps=1, trainer=trainer)
-    with pytest.raises(ValueError, match="sets `split_batches`, which would divide `batch_size` among the processes"):
-        prepare_arguments(recipe, PartialState(cpu=True), None)
 
 
 def test_a_division_by_accelerate_beside_a_pipeline_is_refused(tmp_path, monkeypatch):

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainingArguments
 
-from attnres.training import prepare
-from attnres.training.recipe import DECIDED_BY_RUN, Recipe, read_recipe, recipe_names, write_recipe
+from attnres.training import arguments, prepare
+from attnres.training.recipe import Recipe, read_recipe, recipe_names, write_recipe
+from attnres.training.trainer_fields import DECIDED_BY_RUN
 
 NEEDED = ("model=m", "train=a.txt", "out=o")
 
@@ -122,6 +123,33 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("trainer.auto_find_batch_size=true",), "the run sets it: give `micro_batch_size` instead."),
         (("trainer.bf16='false'",), "`trainer.bf16` of the recipe is 'false', but must be true or false."),
         (("trainer.bf16=none",), "`trainer.bf16` of the recipe is 'none', but must be true or false."),
+        (("trainer.bf16_full_eval=true",), "the run sets it: leave it out."),
+        (("trainer.parallelism_config={tp_size: 2}",), "the run sets it: give `distributed` instead."),
+        (("trainer.label_smoothing_factor=1.5",), "is 1.5, but must be at least 0 and below 1."),
+        (("trainer.label_smoothing_factor=much",), "is 'much', but must be a number."),
+        (
+            ("trainer.neftune_noise_alpha=-5",),
+            "`trainer.neftune_noise_alpha` of the recipe is -5.0, but must be above 0.",
+        ),
+        (("trainer.eval_steps=0",), "`trainer.eval_steps` of the recipe is 0.0, but must be above 0."),
+        (("trainer.eval_accumulation_steps=0",), "is 0, but must be at least 1."),
+        (
+            ("trainer.log_level=chatty",),
+            "`trainer.log_level` of the recipe is 'chatty', but must be one of detail, debug",
+        ),
+        (("trainer.include_num_input_tokens_seen=bad",), "is 'bad', but must be true, false, all, non_padding or no."),
+        (("trainer.torch_compile_mode=nosuch",), "is 'nosuch', but must be one of default, reduce-overhead, "),
+        (("trainer.torch_compile_backend=nosuch",), "is 'nosuch', but must be one of "),
+        (
+            ("trainer.activation_checkpointing_kwargs={reentrant: 3}",),
+            "has no `reentrant`. Did you mean `use_reentrant`?",
+        ),
+        (("trainer.dataloader_persistent_workers=true",), "has no effect without `trainer.dataloader_num_workers`"),
+        (("trainer.fsdp_config={version: 2}",), "has no effect without `trainer.fsdp`: give both or neither."),
+        (
+            ("distributed={tp_size: 2, sequence_parallel: true}", "trainer.neftune_noise_alpha=5"),
+            "`trainer.neftune_noise_alpha` of the recipe does not work with `sequence_parallel`",
+        ),
         (("trainer={bf16: true, bf16: false}",), "the key 'bf16' stands here a second time: remove one"),
         (("trainer.bf_16=true",), "`trainer` has no `bf_16`. Did you mean `bf16`?"),
         (("retrofit={blocksize: 2}",), "`retrofit` has no `blocksize`. Did you mean `block_size`?"),
@@ -167,6 +195,55 @@ def test_an_error_names_the_key_the_value_and_the_remedy(changes, message):
     assert message in str(caught.value)
 
 
+def test_values_of_the_trainer_are_read_as_its_fields_take_them():
+    changes = ("trainer.label_smoothing_factor=1e-9", "trainer.data_seed=1e3", "trainer.eval_strategy=no")
+    trainer = read_recipe("finetune", (*NEEDED, *changes, "trainer.logging_strategy=no")).trainer
+    expected = {"label_smoothing_factor": 1e-9, "data_seed": 1000, "eval_strategy": "no", "logging_strategy": "no"}
+    assert trainer == expected
+    assert type(trainer["data_seed"]) is int
+
+
+@pytest.mark.parametrize(
+    "trainer, message",
+    [
+        ({"fp16": True}, "`trainer.fp16` of the recipe has no effect on a CPU: leave it out, or use `trainer.bf16`."),
+        (
+            {"fsdp": "full_shard"},
+            "divides the model among processes, but this run has one: start it by `accelerate launch`",
+        ),
+        ({"ddp_static_graph": True}, "does not work with accumulated gradients, of 4 batches here"),
+        (
+            {"ddp_find_unused_parameters": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            "does not work with reentrant checkpointing",
+        ),
+        *(
+            (
+                {"accelerator_config": {name: value}},
+                f"sets `{name}`, by which the processes would read or accumulate other",
+            )
+            for name, value in [
+                ("split_batches", True),
+                ("dispatch_batches", True),
+                ("even_batches", False),
+                ("use_seedable_sampler", False),
+                ("gradient_accumulation_kwargs", {"num_steps": 3}),
+            ]
+        ),
+    ],
+)
+def test_a_field_of_the_trainer_that_does_not_work_with_the_run_is_refused(trainer, message):
+    recipe = Recipe("m", ("a",), "o", steps=1, trainer=trainer)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        arguments.prepare_arguments(recipe, PartialState(cpu=True), None)
+
+
+def test_a_stream_is_read_by_each_process_also_with_other_settings_of_accelerate():
+    trainer = {"accelerator_config": {"non_blocking": True}}
+    recipe = Recipe("m", ("a",), "o", steps=1, streaming=True, trainer=trainer)
+    settings = arguments.prepare_arguments(recipe, PartialState(cpu=True), None).accelerator_config
+    assert (settings.non_blocking, settings.dispatch_batches) == (True, False)
+
+
 def test_a_misspelt_configuration_gets_a_suggestion():
     for kind, is_suggested in (("model", True), ("tokenizer", False)):
         with pytest.raises(FileNotFoundError) as caught, prepare.explain_missing(kind, "attnres-tinny"):
@@ -187,9 +264,9 @@ def test_holding_out_more_sequences_than_there_are_is_refused(tokenizer, monkeyp
 
 def test_a_recipe_may_set_a_field_of_the_trainer_only_if_the_run_has_just_a_default_for_it(monkeypatch, tmp_path):
     seen = {}
-    monkeypatch.setattr(prepare, "TrainingArguments", lambda **arguments: seen.update(arguments) or TrainingArguments())
+    monkeypatch.setattr(arguments, "TrainingArguments", lambda **given: seen.update(given) or TrainingArguments())
     monkeypatch.chdir(tmp_path)
-    prepare.prepare_arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True), None)
+    arguments.prepare_arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True), None)
     assert seen.keys() - DECIDED_BY_RUN.keys() == {
         *("eval_strategy", "eval_steps", "eval_on_start"),
         *("report_to", "dataloader_pin_memory"),

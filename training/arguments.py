@@ -1,0 +1,179 @@
+"""Translate a recipe into the arguments of `transformers.Trainer`."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import PartialState
+from transformers import TrainingArguments
+from transformers.distributed import DistributedConfig
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from attnres.utils.wording import counted
+
+from .pipeline_settings import count_replicas, read_settings
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+SHORTEST_CURVE = 10  # points of the training loss, if `epochs` shortens the run
+
+
+def prepare_arguments(recipe: Recipe, state: PartialState, division: DistributedConfig | None) -> TrainingArguments:
+    """Translate a recipe into the arguments of `transformers.Trainer`.
+
+    Args:
+        recipe: The recipe of the run.
+        state: The processes of the run, and their devices.
+        division: How they divide the model; `None` if each has the whole model.
+
+    Returns:
+        The arguments. [`set_steps`] sets their number of steps once the data is known.
+
+    Raises:
+        ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
+    """
+    # All processes of a tensor-parallel group, and of a pipeline, compute the same batch.
+    pipeline = read_settings(recipe.pipeline)
+    copies = 1 if division is None else division.tp_size
+    if pipeline is not None:
+        copies = state.num_processes // count_replicas(pipeline, state.num_processes)
+    groups = state.num_processes // copies
+    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // groups))
+    accumulated, rest = divmod(recipe.batch_size, micro * groups)
+    if rest:
+        raise ValueError(
+            f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
+            f"{counted(groups, 'pipeline') if pipeline else f'{groups} processes'}."
+        )
+    if copies > 1 and not recipe.trainer.get("average_tokens_across_devices", True):
+        raise ValueError(
+            "`trainer.average_tokens_across_devices` of the recipe must be true with "
+            f"{'`pipeline`' if pipeline else '`tp_size` of `distributed`'}, where several processes compute the same "
+            "batch: `Trainer` would divide the loss by too few labels. Leave it out."
+        )
+    _check_for_processes(recipe, state, accumulated)
+    # The recipe may override these.
+    defaults = {
+        "eval_strategy": "steps",
+        "eval_steps": recipe.save_every,
+        "eval_on_start": True,
+        "report_to": "none",
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    # The recipe must not set these: they are keys of `DECIDED_BY_RUN`.
+    decided = {
+        "output_dir": recipe.out,
+        "max_steps": recipe.most_steps or 1,  # until `set_steps` knows the data
+        "per_device_train_batch_size": micro,
+        "per_device_eval_batch_size": micro,
+        "gradient_accumulation_steps": accumulated,
+        "max_grad_norm": recipe.max_grad_norm,
+        "logging_steps": recipe.log_every,
+        "logging_nan_inf_filter": False,  # it would show a loss of 0 when the model diverges
+        "save_steps": recipe.save_every,
+        "save_total_limit": recipe.keep,
+        "seed": recipe.seed,
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "use_cpu": state.device.type == "cpu",
+    }
+    try:
+        arguments = TrainingArguments(**defaults | recipe.trainer, **decided)
+        # `Trainer` makes these after the data is tokenised. Making one here shows at once which package it lacks.
+        for callback in get_reporting_integration_callbacks(arguments.report_to):
+            callback()
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"`trainer` of the recipe: {error}") from error
+    _check_loading(arguments.accelerator_config)
+    if recipe.streaming:
+        # Each process reads the whole stream. By default one reads it and joins what it sends, which must be tensors.
+        arguments.accelerator_config.dispatch_batches = False
+    if arguments.load_best_model_at_end:
+        _check_best(arguments, division)
+    return arguments
+
+
+def _check_for_processes(recipe: Recipe, state: PartialState, accumulated: int) -> None:
+    """Raise ValueError if a field of the trainer does not work with the processes of the run or their devices."""
+    trainer, subject = recipe.trainer, "of the recipe"
+    if trainer.get("fp16") and state.device.type == "cpu":
+        raise ValueError(f"`trainer.fp16` {subject} has no effect on a CPU: leave it out, or use `trainer.bf16`.")
+    if trainer.get("fsdp") and state.num_processes == 1:
+        raise ValueError(
+            f"`trainer.fsdp` {subject} divides the model among processes, but this run has one: start it by "
+            "`accelerate launch` with more, or leave it out."
+        )
+    if trainer.get("deepspeed") and find_spec("deepspeed") is None:
+        raise ValueError(f"`trainer.deepspeed` {subject} needs the package deepspeed: `pip install deepspeed`.")
+    if trainer.get("ddp_static_graph") and accumulated > 1:
+        raise ValueError(
+            f"`trainer.ddp_static_graph` {subject} does not work with accumulated gradients, of {accumulated} batches "
+            "here: leave it out, or raise `micro_batch_size`."
+        )
+    checkpointing = trainer.get("activation_checkpointing_kwargs") or trainer.get("gradient_checkpointing_kwargs") or {}
+    if trainer.get("ddp_find_unused_parameters") and checkpointing.get("use_reentrant"):
+        raise ValueError(
+            f"`trainer.ddp_find_unused_parameters` {subject} does not work with reentrant checkpointing: leave it out, "
+            "or set `use_reentrant: false`."
+        )
+
+
+def _check_loading(settings: AcceleratorConfig) -> None:
+    """Raise ValueError if accelerate's settings would change which rows a process reads."""
+    # `split_batches` would divide `batch_size` a second time, `dispatch_batches` sends tensors only, without
+    # `even_batches` the processes evaluate different numbers of batches, and without `use_seedable_sampler` a resumed
+    # run reads other rows.
+    expected = AcceleratorConfig()
+    for name in (
+        "split_batches",
+        "dispatch_batches",
+        "even_batches",
+        "use_seedable_sampler",
+        "gradient_accumulation_kwargs",
+    ):
+        if getattr(settings, name) != getattr(expected, name):
+            raise ValueError(
+                f"`trainer.accelerator_config` of the recipe sets `{name}`, by which the processes would read or "
+                "accumulate other rows than the recipe says: leave it out."
+            )
+
+
+def _check_best(arguments: TrainingArguments, division: DistributedConfig | None) -> None:
+    """Raise ValueError if a run cannot end with its best checkpoint."""
+    subject = "`trainer.load_best_model_at_end` of the recipe"
+    if division is not None:
+        raise ValueError(
+            f"{subject} does not work with `distributed`, whose checkpoints are in parts: leave it out, and take the "
+            "checkpoint that you want."
+        )
+    if arguments.metric_for_best_model not in ("loss", "eval_loss") or arguments.greater_is_better:
+        raise ValueError(
+            f"{subject} chooses the lowest held-out loss: leave out `metric_for_best_model` and `greater_is_better`."
+        )
+    if arguments.eval_delay > 0:
+        raise ValueError(f"{subject} needs a held-out loss for each checkpoint: leave out `trainer.eval_delay`.")
+    if arguments.eval_steps != arguments.save_steps:
+        raise ValueError(
+            f"{subject} needs a held-out loss for each checkpoint and no other: leave out `trainer.eval_steps`, which "
+            "then is `save_every`."
+        )
+
+
+def set_steps(arguments: TrainingArguments, recipe: Recipe, train: "Dataset | IterableDataset") -> None:
+    """Set the number of steps in `arguments`. `epochs` of the recipe may limit it, now that the data is known.
+
+    Args:
+        arguments: The arguments of the run; they are changed in place.
+        recipe: The recipe of the run.
+        train: The sequences to train on.
+    """
+    arguments.max_steps = recipe.count_steps(None if recipe.streaming else len(train))
+    if arguments.max_steps != recipe.most_steps:
+        # `log_every` is chosen for a run of full length. With it, the curve of a much shorter run would have one point.
+        arguments.logging_steps = min(recipe.log_every, max(1, arguments.max_steps // SHORTEST_CURVE))
+
+
+__all__ = ["prepare_arguments", "set_steps"]

@@ -1,0 +1,159 @@
+"""Fields of `TrainingArguments`, the key `trainer` of a recipe: their types, values, and those that the run sets.
+
+The command line reads a recipe before it imports PyTorch, so heavy packages are imported only for a recipe with such
+fields.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from inspect import signature
+from types import NoneType
+from typing import Any, get_args
+
+from .recipe_values import check_keys, options_of, typed
+
+# Fields of `TrainingArguments` that the run sets -> the remedy in the error message. `None`: leave the field out.
+DECIDED_BY_RUN = {
+    "output_dir": "`out`",
+    "max_steps": "`steps`",
+    "num_train_epochs": "`epochs`",
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size"), "`micro_batch_size`"
+    ),
+    "gradient_accumulation_steps": "`batch_size` and `micro_batch_size`",
+    "max_grad_norm": "`max_grad_norm`",
+    "logging_steps": "`log_every`",
+    **dict.fromkeys(("save_steps", "save_strategy"), "`save_every`"),
+    "save_total_limit": "`keep`",
+    "seed": "`seed`",
+    "learning_rate": "`learning_rate`",
+    "weight_decay": "`weight_decay`",
+    **dict.fromkeys(("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"), "`optimizer`"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler_kwargs"), "`schedule`"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "`warmup`"),
+    "resume_from_checkpoint": "`out`",
+    **dict.fromkeys(
+        ("push_to_hub", "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy"),
+        "`attnres push` once the run has ended",
+    ),
+    "hub_token": "`hf auth login`",
+    "use_cpu": "the variable ACCELERATE_USE_CPU=true of the environment",
+    "parallelism_config": "`distributed`",
+    **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "label_names"), None),
+    # With one of these, a resumed run could not go on, or would be another run.
+    **dict.fromkeys(("save_only_model", "ignore_data_skip", "train_sampling_strategy", "dataloader_in_order"), None),
+    # After training, `Trainer` casts the model for an evaluation, and the result would be saved in 16 bits.
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), None),
+    # Workers are forked. Other processes would have to receive the data set by pickle, which it does not support.
+    "dataloader_multiprocessing_context": None,
+}
+# Fields that YAML reads as `false` where they are `no`.
+_STRATEGIES = ("eval_strategy", "logging_strategy")
+_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
+_COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+# Field -> the check of its value, and the allowed values as the error message names them.
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "dataloader_num_workers": (lambda value: value >= 0, "at least 0"),
+    "eval_accumulation_steps": (lambda value: value >= 1, "at least 1"),
+    "eval_steps": (lambda value: value > 0, "above 0"),
+    "label_smoothing_factor": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    "neftune_noise_alpha": (lambda value: value > 0, "above 0"),
+    **dict.fromkeys(("log_level", "log_level_replica"), (_LOG_LEVELS.__contains__, f"one of {', '.join(_LOG_LEVELS)}")),
+    "torch_compile_mode": (_COMPILE_MODES.__contains__, f"one of {', '.join(_COMPILE_MODES)}"),
+    "include_num_input_tokens_seen": (
+        lambda value: value in (True, False, "all", "non_padding", "no"),
+        "true, false, all, non_padding or no",
+    ),
+}
+# Field -> the field without which it has no effect.
+_NEEDS = {
+    "dataloader_persistent_workers": "dataloader_num_workers",
+    "fsdp_config": "fsdp",
+    "liger_kernel_config": "use_liger_kernel",
+}
+
+
+def type_trainer_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Convert the fields of the trainer, as YAML reads them, to their types.
+
+    Args:
+        values: The value of `trainer`.
+
+    Returns:
+        The converted values. Values of unknown fields stay.
+
+    Raises:
+        ValueError: A number cannot be read.
+    """
+    if not values:
+        return values
+    from transformers import TrainingArguments
+
+    converted = dict(values)
+    for item in fields(TrainingArguments):
+        if item.name not in values or item.name in DECIDED_BY_RUN:
+            continue
+        if item.name in _STRATEGIES and values[item.name] is False:
+            converted[item.name] = "no"
+        kinds = {*(get_args(item.type) or (item.type,))} - {NoneType}
+        if values[item.name] is not None and kinds and kinds <= {int, float}:
+            converted[item.name] = typed(f"trainer.{item.name}", values[item.name], float if float in kinds else int)
+    return converted
+
+
+def check_trainer_fields(values: dict[str, Any]) -> None:
+    """Raise ValueError if a field of the trainer is unknown, is set by the run, or has a value that is not allowed.
+
+    Args:
+        values: The value of `trainer`.
+    """
+    if decided := next((key for key in values if key in DECIDED_BY_RUN), None):
+        remedy = f"give {DECIDED_BY_RUN[decided]} instead" if DECIDED_BY_RUN[decided] else "leave it out"
+        raise ValueError(f"`trainer.{decided}` of the recipe must not be set, since the run sets it: {remedy}.")
+    if not values:
+        return
+    from transformers import TrainingArguments
+
+    check_keys("trainer", values, options_of(TrainingArguments))
+    switches = {item.name for item in fields(TrainingArguments) if item.type in (bool, bool | None)}
+    for key, value in values.items():
+        # As text, "false" would count as true.
+        if key in switches and not isinstance(value, bool | None):
+            raise _wrong(key, value, "true or false")
+        if key in _ALLOWED and value is not None and not _is_allowed(key, value):
+            raise _wrong(key, value, _ALLOWED[key][1])
+        if key in _NEEDS and value and not values.get(_NEEDS[key]):
+            raise ValueError(
+                f"`trainer.{key}` of the recipe has no effect without `trainer.{_NEEDS[key]}`: give both or neither."
+            )
+    _check_names_in_torch(values)
+
+
+def _is_allowed(key: str, value: Any) -> bool:
+    try:
+        return _ALLOWED[key][0](value)
+    except TypeError:  # of another type
+        return False
+
+
+def _check_names_in_torch(values: dict[str, Any]) -> None:
+    """Raise ValueError if a field names a compiler or an option that PyTorch does not have."""
+    backend = values.get("torch_compile_backend")
+    if backend is not None:
+        from torch._dynamo import list_backends
+
+        if backend not in list_backends(exclude_tags=()):
+            raise _wrong("torch_compile_backend", backend, f"one of {', '.join(list_backends())}")
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if isinstance(values.get(name), dict):
+            from torch.utils.checkpoint import checkpoint
+
+            known: Collection[str] = {"preserve_rng_state", *signature(checkpoint).parameters} - {"args", "kwargs"}
+            check_keys(f"trainer.{name}", values[name], sorted(known - {"function"}))
+
+
+def _wrong(key: str, value: Any, allowed: str) -> ValueError:
+    return ValueError(f"`trainer.{key}` of the recipe is {value!r}, but must be {allowed}.")
+
+
+__all__ = ["DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields"]
