@@ -226,6 +226,7 @@ def test_text_generation_pipeline_continues_a_batch_of_texts(model, generate, to
         assert continuation["generated_text"].split() == tokenizer.decode(expected, skip_special_tokens=True).split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gemma3_text"])
 def test_continuous_batching_generates_what_each_prompt_alone_does(backbones, case):
     """Its passes hold tokens of several requests in one row, beside a paged cache."""
