@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import date
 from inspect import signature
+from os.path import expanduser
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -54,6 +55,8 @@ _NEEDED = ("model", "train", "out")
 _RUN_LENGTHS = ("steps", "tokens", "epochs")
 # Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
+# Keys whose values may be paths, in which a leading `~` is the home directory.
+_PATHS = ("model", "train", "out", "tokenizer", "held_out")
 # Fields of `TrainingArguments` that the run sets -> the remedy in the error message. `None`: leave the field out.
 DECIDED_BY_RUN = {
     "output_dir": "`out`",
@@ -354,6 +357,8 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         if name not in known:
             raise ValueError(f"A recipe has no `{name}`.{_remedy(str(name), known)}")
         content[name] = _typed(name, value, known[name].type)
+        if name in _PATHS:
+            content[name] = _expanded(content[name])
     if missing := [name for name in _NEEDED if not content.get(name)]:
         names = " and ".join(f"`{name}`" for name in missing)
         raise ValueError(f"The recipe lacks {names}: give {' '.join(f'{name}=...' for name in missing)}")
@@ -441,6 +446,13 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError(f"`{name}` of the recipe is {value!r}, but must be a mapping of names to values.")
     return dict(value)
+
+
+def _expanded(value: Any) -> Any:
+    """Return a path, or each of several, with the home directory in place of a leading `~`."""
+    if isinstance(value, tuple):
+        return tuple(map(expanduser, value))
+    return expanduser(value) if isinstance(value, str) else value
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:
