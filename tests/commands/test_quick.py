@@ -39,7 +39,6 @@ CASES = [
     (("convert", "model", "out", "--residual", "mch"), 2, ". Did you mean `mhc`?"),
     (("list", "recipe"), 2, ". Did you mean `recipes`?"),
     (("convert", "model", "~/taken"), 1, "/taken exists. "),
-    (("inspect", "~/no"), 1, "/no is not a directory."),
     (("inspect", "model", "--out=~/taken"), 1, "/taken exists. "),
     (
         ("inspect", "model", "--revision", "abc"),
@@ -51,7 +50,7 @@ CASES = [
         2,
         "--compare-revision belongs to models on the Hub, and model is a directory.",
     ),
-    (("train", "heal", "model=~/no", "train=a.txt", "out=out"), 1, "/no is not a directory."),
+    (("train", "heal", "model=model", "train=a.txt", "out=~/taken"), 1, "/taken holds other files. "),
     (("convert", "model", "out", "--full", "--block-size", "2"), 2, "--block-size and --full exclude each other."),
     (("convert", "model", "out", "--to", "standard", "--residual", "standard"), 2, "--to and --residual exclude "),
     (("train", "heel"), 2, "There is no file heel, and no recipe of that name. The recipes are finetune, heal, "),
