@@ -93,7 +93,7 @@ def extra(added: float, whole: float) -> str:
 
 
 def parameter_rows() -> Iterator[list[str]]:
-    """Yield the parameters of each model, those that a token uses, and those of the connection."""
+    """Yield the parameters of each model, the activated ones with the embeddings, and those of the connection."""
     for title in MODELS:
         config, standard = configurations(title)
         count, plain = count_parameters(config), count_parameters(standard)
@@ -256,7 +256,7 @@ def main(arguments: Iterable[str] = ()) -> None:
         COUNTS.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
     stored = json.loads(COUNTS.read_text(encoding="utf-8"))
     tables = {
-        "parameters": markdown(["model", "parameters", "used by a token", "added"], parameter_rows()),
+        "parameters": markdown(["model", "parameters", "activated", "added"], parameter_rows()),
         "inference": markdown(
             ["model", "tokens", "weights", "cache", "activations", "together", "AttnRes adds"],
             inference_rows(),

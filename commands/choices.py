@@ -3,14 +3,17 @@
 Every help text imports this file, so it does not import PyTorch.
 """
 
+import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from attnres.utils.wording import counted, printable
+from attnres.utils.wording import counted, did_you_mean, printable
 
 from .guard import show_tracebacks
 
@@ -41,18 +44,32 @@ class CommandGroup(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command. Its help text keeps the line breaks of examples, and its errors lose the prefix of pydantic."""
+    """A command. Its help text keeps the line breaks of examples, and an error proposes names like a misspelt one.
+
+    A leading `~` of an argument is the home directory, also where the shell leaves it, as in quotes.
+    """
 
     def __init__(self, name: str | None, *, help: str | None = None, **options: Any):
         super().__init__(name, help=_keep_examples(help), **options)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """Parse arguments as typer does, but raise errors without pydantic's prefix `Value error, `."""
+        """Parse arguments as typer does, but expand `~` first, and mend the messages of errors."""
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, [expand_home(arg) for arg in args])
         except typer.BadParameter as error:
             error.message = error.message.removeprefix("Value error, ")
+            if unknown := re.search(r"'(.*)' is not one of ('.*)", error.message):
+                choices = re.findall("'(.*?)'", unknown[2])
+                error.message += did_you_mean(unknown[1], choices, otherwise_all=False)
             raise
+
+
+def expand_home(argument: str) -> str:
+    """Replace a leading `~` of an argument, or of the value in `--option=value`, by the home directory."""
+    if not argument.startswith("--"):
+        return os.path.expanduser(argument)
+    option, equals, value = argument.partition("=")
+    return f"{option}{equals}{os.path.expanduser(value)}"
 
 
 def shown(text: str) -> str:
@@ -70,6 +87,21 @@ def describe_unread(names: Sequence[str], place: str) -> str:
     first = ", ".join(f"`{shown(name)}`" for name in names[:MAX_NAMED])
     more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
     return f"Warning: the model does not read {counted(len(names), 'tensor')} of {place}: {first}{more}."
+
+
+def check_revision(source: str, revision: str | None, option: str = "--revision") -> None:
+    """Raise an error if a revision is given for a directory.
+
+    Args:
+        source: The directory or Hub id.
+        revision: The revision; `None` if not given.
+        option: The option that gives it, for the message.
+
+    Raises:
+        typer.BadParameter: `source` is a directory, which has no revisions.
+    """
+    if revision is not None and Path(source).is_dir():
+        raise typer.BadParameter(f"{option} belongs to models on the Hub, and {source} is a directory.")
 
 
 def given_options(context: typer.Context) -> list[str]:

@@ -9,7 +9,7 @@ import typer
 from attnres.utils.files import check_replaceable
 from attnres.utils.hub import check_source
 
-from .choices import WRITTEN_REPORT, Debug, given_options
+from .choices import WRITTEN_REPORT, Debug, check_revision, given_options
 from .connections import flag
 from .guard import loading
 
@@ -89,6 +89,9 @@ def inspect(
         raise typer.BadParameter("--compare-revision needs --compare.")
     for source in filter(None, (model, compare, tokenizer)):
         check_source(source)
+    check_revision(model, revision)
+    if compare is not None:
+        check_revision(compare, compare_revision, "--compare-revision")
     check_replaceable(out, overwrite, **WRITTEN_REPORT)
     for path in filter(None, (model, compare, tokenizer, text)):
         if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):

@@ -10,7 +10,7 @@ import typer
 from attnres.utils.hub import check_source
 from attnres.utils.packaged import configuration_names
 
-from .choices import Debug, given_options
+from .choices import Debug, check_revision, given_options
 from .connections import flag
 from .guard import loading
 
@@ -99,9 +99,9 @@ def plan(
     is_directory, is_named = Path(config).is_dir(), config in configuration_names()
     if not is_named:
         check_source(config, configuration_names())
-    if revision is not None and (is_directory or is_named):
-        kind = "directory" if is_directory else "named configuration"
-        raise typer.BadParameter(f"--revision belongs to models on the Hub, and {config} is a {kind}.")
+    check_revision(config, revision)
+    if revision is not None and is_named:
+        raise typer.BadParameter(f"--revision belongs to models on the Hub, and {config} is a named configuration.")
     if is_directory and not (Path(config) / "config.json").is_file():
         raise typer.BadParameter(f"{config} holds no config.json: give the directory of a model.")
     with loading():

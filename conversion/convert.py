@@ -106,11 +106,12 @@ def plan_change(source: ConversionSource, **options: Any) -> Plan:
         ValueError: The source is not a model of the family, has no such option, or would compute another function.
         FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
-    config, model, unused = _read_member(source)
+    flags = " ".join(f"--{option.replace('_', '-')} {value}" for option, value in options.items())
+    config, model, unused = _read_member(source, f" Give {flags} instead, which makes a retrofit.")
     if lacking := [option for option in options if option not in config.connection.options]:
-        flags = " and ".join(f"--set-{option.replace('_', '-')}" for option in lacking)
+        names = " and ".join(f"--set-{option.replace('_', '-')}" for option in lacking)
         raise ValueError(
-            f"{source.folder} has residual_connection={config.residual_connection!r}, which has no option {flags}."
+            f"{source.folder} has residual_connection={config.residual_connection!r}, which has no option {names}."
         )
     connections = {name: module for name, module in model.named_modules() if isinstance(module, ResidualConnection)}
     config.connection.plan_change(config, connections, **options)
@@ -185,15 +186,16 @@ def write(
     return [*plan.notes, *notes]
 
 
-def _read_member(source: ConversionSource) -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
+def _read_member(source: ConversionSource, remedy: str = "") -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
     """Return a copy of the configuration of a model of the family, the model, and the names of unused tensors.
 
-    The model is on the meta device, but the tensors that are added to its backbone are loaded.
+    The model is on the meta device, but the tensors that are added to its backbone are loaded. If the source is not of
+    the family, `remedy` ends the message.
     """
     checkpoint, config = source.checkpoint, deepcopy(source.config)  # a plan changes its fields
     if not isinstance(config, ResidualConfig):
         raise ValueError(
-            f"{source.folder} is of model type {config.model_type!r}, which has standard residual connections."
+            f"{source.folder} is of model type {config.model_type!r}, which has standard residual connections.{remedy}"
         )
     model, unused = complete_model(checkpoint, config)
     for name in chain(*added_by_kind(model)):

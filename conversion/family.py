@@ -46,15 +46,16 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
     Raises:
         ValueError: The backbone is not supported, or the decoder has other residual connections already.
     """
+    name = config.name_or_path or "the model"
     if isinstance(config, AttnResKimiK3Config):
-        raise ValueError("the model is Kimi K3, which takes no retrofit. Use it as it is.")
+        raise ValueError(f"{name} is Kimi K3, which takes no retrofit. Use it as it is.")
     if isinstance(config, ResidualConfig):
         if config.residual_connection != "standard":
             regroup = (
                 "--set-block-size S regroups its blocks, and " if "block_size" in config.connection.options else ""
             )
             raise ValueError(
-                f"the model has residual_connection={config.residual_connection!r} already; a retrofit needs a "
+                f"{name} has residual_connection={config.residual_connection!r} already; a retrofit needs a "
                 f"'standard' one. With `attnres convert`, {regroup}--to standard undoes an untrained retrofit."
             )
         return config.from_dict(config.to_dict())

@@ -18,6 +18,7 @@ from .store import RunStore, results_file
 
 REPEATS = 15
 WAYS = ("eager", "compiled")
+TITLES = {"eager": "not compiled", "compiled": "compiled"}  # the ways in the headings of tables
 
 
 def measure_costs(comparison: DeclaredComparison, labels: Sequence[str], ways: Sequence[str] = WAYS) -> None:

@@ -14,7 +14,7 @@ from attnres.configuration import count_parameters
 from attnres.utils.drawing import SMALL, Drawing, column, finish, styled
 from attnres.utils.yaml_files import read_yaml
 
-from .costs import WAYS, costs_of
+from .costs import TITLES, WAYS, costs_of
 from .scratch import DeclaredComparison
 from .tables import at_equal_time, deviation_of, markdown, spread
 
@@ -30,7 +30,7 @@ class Lead:
         source: The name of the comparison, with a link.
         sublayers: Sublayers of the model.
         width: The hidden size of the model.
-        parameters: Parameters that a token uses, without the embeddings; of others, as they count them.
+        parameters: Activated parameters, without the embedding and the output projection; of others, as they count.
         tokens: Tokens that a run has seen.
         values: Loss minus that of the residual stream, of each seed; of others one number, their mean.
         deviation: The standard deviation over the seeds, if there are several.
@@ -97,7 +97,7 @@ def table(leads: Sequence[Lead], first: int) -> str:
     """
     ways = WAYS if any(lead.equal_time for lead in leads) else ()
     head = ["", "from", "sublayers", "d", "parameters", "tokens", "seeds", "Block minus standard"]
-    rows = [head + [f"at equal time, {way}" for way in ways]]
+    rows = [head + [f"at equal time, {TITLES[way]}" for way in ways]]
     for number, lead in enumerate(leads, first):
         if len(lead.values) > 1:
             difference = spread(lead.values, "+")

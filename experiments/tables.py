@@ -10,6 +10,7 @@ import numpy as np
 
 from attnres.configuration import count_parameters
 
+from .costs import TITLES
 from .declared import BASELINE, HEALING_SEEDS, SELECTION_SEED, HealingExperiment
 from .scratch import DeclaredComparison, ShownRuns
 from .store import RunStore
@@ -82,7 +83,7 @@ def result_table(
     published = shown.comparison.experiment.published
     head = ["model", "rate", "seeds", "held-out loss", "minus standard"]
     for way in costs:
-        head += [f"time of a step, {way}", "minus standard, at equal time"]
+        head += [f"time of a step, {TITLES[way]}", "minus standard, at equal time"]
     if memory:
         head += ["memory of a step", "parameters"]
     rows = [head + (["in the paper"] if published else [])]

@@ -146,8 +146,8 @@ class AttnRes(ResidualConnection):
         given = [name for name, value in values.items() if value is not None]
         if len(given) > 1:
             raise ValueError(f"give one of block_size, num_blocks and full, not {' and '.join(given)}.")
-        if num_blocks is not None and num_blocks < 1:
-            raise ValueError(f"`num_blocks` is {num_blocks}, but must be an integer >= 1.")
+        if num_blocks is not None and not is_count(num_blocks):
+            raise ValueError(f"`num_blocks` is {num_blocks!r}, but must be an integer >= 1.")
         units = config.num_sublayers / config.attn_res_block_unit
         config.attn_res_block_size = 1 if full else math.ceil(units / (num_blocks or 8))
         super().plan_retrofit(config, **options)

@@ -4,12 +4,14 @@ This file is only installed: it does not travel with weights.
 """
 
 import importlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import transformers
 from torch import nn
 from transformers import processing_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from . import backbones_attnres
 from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, Sublayer, Sublayers, register
@@ -25,6 +27,7 @@ from .modeling_attnres import (
 )
 from .pretrained_attnres import ResidualPreTrainedModel
 from .residual_attnres import ResidualConnection, residual_tensors
+from .utils.wording import did_you_mean
 from .value_residual_attnres import value_residual_tensors
 
 
@@ -140,7 +143,23 @@ for _backbone, _sublayers in BACKBONES.items():
 
 def __getattr__(name: str) -> type:
     """Return a class on another backbone, such as `AttnResLlamaForCausalLM`, on first use."""
-    return getattr(backbones_attnres, name)
+    try:
+        return getattr(backbones_attnres, name)
+    except AttributeError:
+        raise AttributeError(f"module {__package__!r} has no attribute {name!r}.{_remedy(name)}") from None
+
+
+def _remedy(name: str) -> str:
+    """Return the end of a message on an unknown name: where it is, or a similar name."""
+    if name.startswith("_"):  # tools ask every module for such names
+        return ""
+    if find_spec(f"{__package__}.{name}"):
+        return f" It is a module: `import {__package__}.{name}` first."
+    # Imported at the call, since these files must not depend on `conversion`, which depends on them.
+    if name in getattr(importlib.import_module("attnres.conversion"), "__all__", ()):
+        return f" It is in another module: `from attnres.conversion import {name}`."
+    on_backbones = (f"AttnRes{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(backbone, '')}" for backbone in BACKBONES)
+    return did_you_mean(name, [*__all__, *on_backbones], otherwise_all=False)
 
 
 def _add_to_transformers(new_class: type) -> None:

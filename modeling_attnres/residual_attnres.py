@@ -13,6 +13,7 @@ import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -155,7 +156,12 @@ class ResidualConnection(nn.Module):
             raise ValueError(f"no model can be retrofitted with {cls.name!r}: it never equals the standard residual.")
         chosen = {o: v for o, v in options.items() if o in cls.fields or (v is not None and v is not False)}
         for option in chosen.keys() - cls.options.keys() - cls.fields.keys():
-            raise ValueError(f"`{option}` ({chosen[option]!r}) is no option of the residual connection {cls.name!r}.")
+            arguments = signature(cls.plan_retrofit).parameters.values()
+            known = [*(a.name for a in arguments if a.default is not a.empty), *cls.options, *cls.fields]
+            raise ValueError(
+                f"`{option}` ({chosen[option]!r}) is no option of the residual connection {cls.name!r}, which has "
+                f"{', '.join(known) or 'none'}."
+            )
         for field, value in (cls.retrofit | {cls.options.get(name, name): chosen[name] for name in chosen}).items():
             setattr(config, field, value)
         cls.check(config)

@@ -69,7 +69,7 @@ def describe_run(
     return [
         f"Model: {recipe.model} ({config.model_type}), {kind}",
         f"Parameters: {total:,}, of which {'all' if is_whole else f'{trained:,}'} are trained, on {device}",
-        f"Processes: {division}",
+        division,
         f"Data: {documents}{data} to train on, {len(held_out):,} held out",
         f"Run: {counted(steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "
         f"{tokens:,} tokens{epochs}; into {recipe.out}",

@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -102,11 +103,14 @@ def load_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The list is broken.
+        ValueError: The list is broken, or the file holds one object over several lines.
     """
     with _open(name) as file:
         if not file.read(1024).lstrip().startswith("["):
-            yield from load_json_lines(name, column, whole_rows)
+            for number, document in enumerate(load_json_lines(name, column, whole_rows)):
+                if number == 0 and isinstance(document, ValueError) and _is_json(name):
+                    raise ValueError(_describe_one_object(name))
+                yield document
             return
         file.seek(0)
         text = file.read()
@@ -240,6 +244,23 @@ def _row_document(name: str, number: int, row: Any, has_surrogates: bool) -> Doc
     if not isinstance(row, dict):
         return ValueError(f"{name}:{number}: holds {kind_of(row)}, not a JSON object.")
     return Document(row, name, number, number)
+
+
+def _is_json(name: str) -> bool:
+    """Return whether a file as a whole is JSON."""
+    with _open(name) as file:
+        try:
+            json.load(file)
+        except (ValueError, RecursionError):
+            return False
+    return True
+
+
+def _describe_one_object(name: str) -> str:
+    """Return the error message for a file of JSON that holds no rows."""
+    folder = Path(name).parent
+    question = f" Is {folder} the folder of a model?" if (folder / "config.json").is_file() else ""
+    return f"{name} is JSON, but neither JSON Lines nor a list of rows.{question}"
 
 
 def _broken_json(name: str, first: int, error: Exception) -> ValueError:

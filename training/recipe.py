@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ _NEEDED = ("model", "train", "out")
 _RUN_LENGTHS = ("steps", "tokens", "epochs")
 # Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
+# Keys whose values may be paths, in which a leading `~` is the home directory.
+_PATHS = ("model", "train", "out", "tokenizer", "held_out")
 
 
 @dataclass(frozen=True)
@@ -309,6 +312,8 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         if name not in known:
             raise ValueError(f"A recipe has no `{name}`.{_remedy(str(name), known)}")
         content[name] = typed(name, value, known[name].type)
+        if name in _PATHS:
+            content[name] = _expanded(content[name])
     content["trainer"] = type_trainer_fields(content.get("trainer", {}))
     if missing := [name for name in _NEEDED if not content.get(name)]:
         names = " and ".join(f"`{name}`" for name in missing)
@@ -378,3 +383,10 @@ def _check_undivided(changes: Sequence[str]) -> None:
         except ValueError:
             continue
         raise ValueError(f"The shell divides {whole} at its spaces: put it in quotes, '{whole}'.")
+
+
+def _expanded(value: Any) -> Any:
+    """Return a path, or each of several, with the home directory in place of a leading `~`."""
+    if isinstance(value, tuple):
+        return tuple(map(expanduser, value))
+    return expanduser(value) if isinstance(value, str) else value

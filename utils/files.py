@@ -124,7 +124,10 @@ def locked(path: Path, out: Path, wait: bool = False) -> Iterator[None]:
         OSError: Nothing can be written beside the lock file.
     """
     # `FileLock` does not say why a directory cannot be written. This raises an error that does.
-    TemporaryFile(dir=path.parent).close()
+    try:
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:  # it names a temporary file, which the user has not given
+        raise OSError(error.errno, error.strerror, str(out)) from error
     lock = FileLock(path)
     try:
         lock.acquire(timeout=-1 if wait else 0)

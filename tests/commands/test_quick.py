@@ -36,6 +36,21 @@ CASES = [
         "--streams belongs to --residual hyper_connections, identity_hc, mhc",
     ),
     (("convert", "model", "out", "--residual", "highways"), 2, "'--residual': 'highways' is not one of 'attn_res', "),
+    (("convert", "model", "out", "--residual", "mch"), 2, ". Did you mean `mhc`?"),
+    (("list", "recipe"), 2, ". Did you mean `recipes`?"),
+    (("convert", "model", "~/taken"), 1, "/taken exists. "),
+    (("inspect", "model", "--out=~/taken"), 1, "/taken exists. "),
+    (
+        ("inspect", "model", "--revision", "abc"),
+        2,
+        "--revision belongs to models on the Hub, and model is a directory.",
+    ),
+    (
+        ("inspect", "model", "--compare", "model", "--compare-revision", "abc"),
+        2,
+        "--compare-revision belongs to models on the Hub, and model is a directory.",
+    ),
+    (("train", "heal", "model=model", "train=a.txt", "out=~/taken"), 1, "/taken holds other files. "),
     (("convert", "model", "out", "--full", "--block-size", "2"), 2, "--block-size and --full exclude each other."),
     (("convert", "model", "out", "--to", "standard", "--residual", "standard"), 2, "--to and --residual exclude "),
     (("train", "heel"), 2, "There is no file heel, and no recipe of that name. The recipes are finetune, heal, "),
@@ -62,7 +77,11 @@ CASES = [
 def environment(folder: Path) -> dict[str, str]:
     """Return an environment in which the Hub cannot be reached and nothing is cached."""
     without_proxy = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
-    return without_proxy | {"HF_HOME": str(folder / "home"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    return without_proxy | {
+        "HOME": str(folder),
+        "HF_HOME": str(folder / "home"),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+    }
 
 
 @pytest.fixture(scope="module")

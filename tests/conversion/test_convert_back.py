@@ -99,7 +99,9 @@ def test_a_query_that_is_not_finite_is_refused(copy, tmp_path, options, value):
 
 @pytest.mark.parametrize("options", [["--to", "standard"], ["--set-block-size", "3"]], ids=" ".join)
 def test_a_standard_model_has_nothing_to_undo_or_to_regroup(source, tmp_path, options):
-    assert "'llama', which has standard residual connections" in convert(source, tmp_path / "result", *options).error
+    error = convert(source, tmp_path / "result", *options).error
+    assert "'llama', which has standard residual connections." in error
+    assert ("Give --block-size 3 instead, which makes a retrofit." in error) == (options[0] == "--set-block-size")
 
 
 @pytest.mark.slow

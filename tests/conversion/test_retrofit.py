@@ -215,6 +215,12 @@ def test_a_model_that_has_attention_residuals_is_refused(tiny_model):
         retrofit(tiny_model())
 
 
+def test_the_directory_of_a_model_that_has_attention_residuals_is_named(tiny_model, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/model has residual_connection='attn_res' already"):
+        retrofit(tmp_path / "model")
+
+
 def test_an_offloaded_model_is_refused(tiny_model):
     model = tiny_model(residual_connection="standard")
     model.lm_head.to("meta")
@@ -229,6 +235,12 @@ def test_an_offloaded_model_is_refused(tiny_model):
         ({"block_size": 2, "num_blocks": 2}, "block_size and num_blocks"),
         ({"block_size": 0}, "`attn_res_block_size` is 0"),
         ({"num_blocks": -1}, "`num_blocks` is -1"),
+        ({"num_blocks": 2.5}, "`num_blocks` is 2.5, but must be an integer >= 1"),
+        ({"num_blocks": "4"}, "`num_blocks` is '4', but must be an integer >= 1"),
+        (
+            {"blocks": 4},
+            "`blocks` .4. is no option .*, which has num_blocks, full, block_size, scale, attn_res_block_size, ",
+        ),
         ({"scale": "max"}, "`attn_res_scale` is 'max'.*'mean', 'sum'"),
     ],
 )

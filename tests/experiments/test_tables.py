@@ -70,7 +70,9 @@ def test_at_equal_time_a_slower_connection_has_fewer_tokens(tmp_path):
     costs = {"eager": {"standard": 1.0, "Full": 2.0}, "compiled": {"standard": 1.0, "Full": 0.5}}
     table = result(comparison, RATES, 128, costs)
     at_the_time = "minus standard, at equal time"
-    heads = f"| minus standard | time of a step, eager | {at_the_time} | time of a step, compiled | {at_the_time} |"
+    heads = (
+        f"| minus standard | time of a step, not compiled | {at_the_time} | time of a step, compiled | {at_the_time} |"
+    )
     assert table.splitlines()[0].endswith(heads)
     assert table.splitlines()[2:] == [
         "| standard | 0.001 | 1 | 6.0000 |  | 1.00 |  | 1.00 |  |",

@@ -68,6 +68,21 @@ def test_a_class_is_named_after_that_of_its_backbone():
             getattr(attnres, name)
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("AttnResLLamaForCausalLM", " Did you mean `AttnResLlamaForCausalLM`?"),
+        ("ad_backbone", " Did you mean `add_backbone`?"),
+        ("retrofit", " It is in another module: `from attnres.conversion import retrofit`."),
+        ("_anything", ""),
+    ],
+)
+def test_an_unknown_name_of_the_package_gets_the_place_or_a_similar_name(name, remedy):
+    with pytest.raises(AttributeError) as caught:
+        getattr(attnres, name)
+    assert str(caught.value) == f"module 'attnres' has no attribute {name!r}.{remedy}"
+
+
 # ---- The equations
 
 

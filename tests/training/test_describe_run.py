@@ -34,7 +34,7 @@ def described(parts, model: str, **changes) -> list[str]:
 
 def test_the_header_names_model_parameters_data_and_steps(parts):
     model, parameters, processes, data, run = described(parts, "retrofit")
-    assert processes == "Processes: 1 process"
+    assert processes == "1 process"
     assert model == (
         "Model: lab/model (attnres_llama), Block AttnRes, 5 blocks of 2 sublayers (10 sublayers), scale sum"
     )

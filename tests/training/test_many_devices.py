@@ -201,7 +201,7 @@ def test_several_processes_give_the_run_of_one(
     done = run_in_forks(arguments(run, out, *changes), config, processes, stopped_after)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("Written to") == 1
-    lines = [line for line in done.stdout.splitlines() if line.startswith(f"Processes: {processes} processes, ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(f"{processes} processes, ")]
     assert all(line.endswith(how) for line in lines)
     assert len(lines) == 1 + done.stdout.count("Resuming from") == 1 + len(stopped_after)
     assert_same_run(out, single(run))

@@ -244,6 +244,15 @@ def test_a_stream_is_read_by_each_process_also_with_other_settings_of_accelerate
     assert (settings.non_blocking, settings.dispatch_batches) == (True, False)
 
 
+def test_a_tilde_is_the_home_directory_in_every_path_and_nowhere_else(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    changes = ("model=~/m", "out=~/o", "train=[~/a.txt, b.txt]", "held_out=~/c.txt", "tokenizer=~/t", "column='~/x'")
+    recipe = read_recipe("finetune", changes)
+    assert (recipe.model, recipe.out, recipe.tokenizer) == ("/home/me/m", "/home/me/o", "/home/me/t")
+    assert (recipe.train, recipe.held_out) == (("/home/me/a.txt", "b.txt"), ("/home/me/c.txt",))
+    assert recipe.column == "~/x"
+
+
 def test_a_misspelt_configuration_gets_a_suggestion():
     for kind, is_suggested in (("model", True), ("tokenizer", False)):
         with pytest.raises(FileNotFoundError) as caught, prepare.explain_missing(kind, "attnres-tinny"):

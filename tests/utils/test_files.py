@@ -69,6 +69,13 @@ def test_an_existing_directory_is_refused(out):
     assert (out / "a").read_text() == "old"
 
 
+def test_a_place_that_cannot_be_written_is_named_as_it_was_given():
+    for path in ("/proc/out", "/proc/self/out"):
+        with pytest.raises(OSError, match="No such file") as caught:
+            write(path)
+        assert caught.value.filename == path
+
+
 def test_overwrite_replaces_an_existing_directory(out):
     write(out, "old")
     (out / "left").write_text("over")
