@@ -87,8 +87,10 @@ def inspect(
         return
     if compare is None and compare_revision is not None:
         raise typer.BadParameter("--compare-revision needs --compare.")
-    for source in filter(None, (model, compare, tokenizer)):
+    for source in filter(None, (model, compare)):
         check_source(source)
+    if tokenizer is not None:
+        check_source(tokenizer, is_tokenizer=True)
     check_replaceable(out, overwrite, **WRITTEN_REPORT)
     for path in filter(None, (model, compare, tokenizer, text)):
         if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):
