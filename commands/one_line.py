@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from pickle import UnpicklingError
 
 from huggingface_hub.errors import StrictDataclassError
@@ -33,15 +32,6 @@ def in_one_line(name: str, part: str) -> Iterator[None]:
 
 def explanation(name: str, part: str, error: BaseException) -> str:
     """Return the message that a part of a model, such as its tokenizer, cannot be loaded."""
-    if (
-        part == "configuration"
-        and Path(name, "adapter_config.json").is_file()
-        and not Path(name, "config.json").exists()
-    ):
-        return (
-            f"{name} is an adapter, not a model (it has adapter_config.json). Merge it first: by `merge=true` of the "
-            "recipe, or by `merge_and_unload` of PEFT."
-        )
     return f"the {part} of {name} cannot be loaded. ({type(error).__name__}: {' '.join(str(error).split())})"
 
 

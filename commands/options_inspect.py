@@ -87,11 +87,13 @@ def inspect(
         return
     if compare is None and compare_revision is not None:
         raise typer.BadParameter("--compare-revision needs --compare.")
-    for source in filter(None, (model, compare, tokenizer)):
+    for source in filter(None, (model, compare)):
         check_source(source)
     check_revision(model, revision)
     if compare is not None:
         check_revision(compare, compare_revision, "--compare-revision")
+    if tokenizer is not None:
+        check_source(tokenizer, is_tokenizer=True)
     check_replaceable(out, overwrite, **WRITTEN_REPORT)
     for path in filter(None, (model, compare, tokenizer, text)):
         if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):

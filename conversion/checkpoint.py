@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from attnres.loading_attnres import explain_broken_shard
 from attnres.saving_attnres import complete_save
-from attnres.utils.hub import check_path
+from attnres.utils.hub import ADAPTER_CONFIG, check_no_lone_adapter, check_path
 
 from .pickles import read_pickle, read_pickle_shapes
 from .shards import DTYPES, Entry, Shard, check_space, explain_writing, read_pieces, read_shard
@@ -93,15 +93,18 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         The directory.
 
     Raises:
-        FileNotFoundError: It is neither a directory nor on the Hub, or the Hub cannot be reached.
+        FileNotFoundError: It is neither a directory nor on the Hub, or the Hub cannot be reached; or it is the
+            directory of a training run.
         OSError: The replacement of files cannot be completed.
-        ValueError: A `revision` is given for a directory.
+        ValueError: A `revision` is given for a directory, or the directory or repository holds an adapter without a
+            model.
     """
     folder = Path(source)
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
         complete_save(folder)  # before a file in it is read
+        check_path(source)
         return folder
     check_path(source)
     small_files = ["config.json", "README.md", "*.py", RECORD, *SIDE_FILES]
@@ -109,6 +112,8 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         folder = Path(
             snapshot_download(str(source), revision=revision, allow_patterns=[*small_files, "model*.safetensors*"])
         )
+        if not (folder / CONFIG_NAME).exists():  # the file below says why
+            snapshot_download(str(source), revision=revision, allow_patterns=[ADAPTER_CONFIG])
         # Pickles are large, and downloaded only if there is nothing else.
         if not any(folder.glob("model*.safetensors")):
             snapshot_download(str(source), revision=revision, allow_patterns=["pytorch_model*.bin*"])
@@ -116,6 +121,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
         # The message is joined, because its first line may be only "404 Client Error."
         reason = " ".join(str(error).split())
         raise FileNotFoundError(f"{source} is not a directory, and the Hub does not give it: {reason}") from error
+    check_no_lone_adapter(folder, source)
     return folder
 
 

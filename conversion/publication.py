@@ -4,6 +4,7 @@ Nothing is uploaded here; `publishing.py` does that.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -14,7 +15,7 @@ from huggingface_hub import EvalResultEntry, get_token
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import AttnResKimiK3Config, ResidualConfig
-from attnres.utils.hub import check_path
+from attnres.utils.hub import check_path, is_adapter
 from attnres.utils.wording import counted
 
 from . import kimi_k3
@@ -71,7 +72,7 @@ class Publication:
 
 
 def plan_publication(
-    folder: Path,
+    folder: str | os.PathLike,
     results: Mapping[Path, Sequence[EvalResultEntry]] | None = None,
     report: Mapping[str, Path] | None = None,
 ) -> Publication:
@@ -93,7 +94,8 @@ def plan_publication(
         OSError, RuntimeError, ValueError: The model is incomplete, damaged or not of the family, or the code beside it
             cannot load it; a tensor holds NaN or infinite values; or a file holds a string that looks like a secret.
     """
-    if (folder / "adapter_config.json").exists() and not (folder / CONFIG_NAME).exists():
+    folder = Path(folder)
+    if is_adapter(folder):
         raise ValueError(
             f"{folder} holds an adapter, which does not load without its base. Publish the merged model (merge=true in "
             "the recipe), or the adapter by PEFT's own push_to_hub."

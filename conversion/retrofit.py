@@ -45,15 +45,19 @@ def retrofit(
         two are one tensor in the given model, whatever that model's configuration says.
 
     Raises:
+        TypeError: `model_or_path` is neither a model of `transformers` nor a name, or wraps the model, as
+            `torch.compile` and `DataParallel` do.
         ValueError: The backbone is not supported, has another residual connection already, is quantised or offloaded;
             or the connection does not exist, cannot start as the standard one, or has no such option; or the head
-            shares its tensor with a module other than the embedding, which no checkpoint can express.
+            shares its tensor with a module other than the embedding, which no checkpoint can express; or the model has
+            adapters or compiled parts inside.
         OSError, RuntimeError: The directory or repository is missing, damaged or incomplete.
     """
     source = model_or_path
-    if not isinstance(source, PreTrainedModel):
+    if isinstance(model_or_path, str | os.PathLike):
         with _family_tensors_in_float32():
             source = load_whole(AutoModelForCausalLM, str(model_or_path), dtype="auto")
+    _check_plain(source, "a model, a directory or a Hub id")
     offloaded = [name for name, parameter in source.named_parameters() if parameter.is_meta]
     if offloaded:
         raise ValueError(f"`{offloaded[0]}` is offloaded or on the meta device; load the model without `device_map`.")
@@ -73,8 +77,9 @@ def retrofit_part(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, *
         they have in a retrofit of the whole model.
 
     Raises:
-        ValueError: As in [`retrofit`].
+        TypeError, ValueError: As in [`retrofit`].
     """
+    _check_plain(source, "a model")
     config = retrofit_config(source.config, residual, **options)
     _check_loaded(source)
     config.tie_word_embeddings = _is_tied(source)
@@ -108,6 +113,43 @@ def _family_tensors_in_float32() -> Iterator[None]:
         yield
     finally:
         setattr(KimiLinearPreTrainedModel, field, before)
+
+
+def _check_plain(source: object, expected: str) -> None:
+    """Raise unless an object is a model of `transformers` whose tensors have the names of its checkpoint.
+
+    Args:
+        source: The object.
+        expected: What the caller accepts, for the message.
+
+    Raises:
+        TypeError: It is no such model, or wraps one.
+        ValueError: The model has adapters or compiled parts inside.
+    """
+    kind = type(source).__name__
+    modules = dict(source.named_modules()) if isinstance(source, nn.Module) else {}
+    model = next((module for module in modules.values() if isinstance(module, PreTrainedModel)), None)
+    if model is None:
+        raise TypeError(f"retrofit takes {expected}, got an object of type {kind}. Load a model by `from_pretrained`.")
+    # Adapters first: the model inside a `PeftModel` has its adapters too.
+    if adapter := next((name for name, module in model.named_modules() if _package(module) == "peft"), None):
+        peft_model = "model" if hasattr(source, "merge_and_unload") else "PeftModel.from_pretrained(BASE, ADAPTER)"
+        raise ValueError(
+            f"the {kind} has adapters inside, such as `{adapter}`. Merge them first, and retrofit the model that "
+            f"`{peft_model}.merge_and_unload()` returns."
+        )
+    if model is not source:
+        raise TypeError(
+            f"retrofit takes {expected}, got an object of type {kind}, which wraps a model. Give that "
+            f"{type(model).__name__} itself, as it was before `torch.compile` or another wrapper."
+        )
+    if compiled := next((name for name, module in modules.items() if hasattr(module, "_orig_mod")), None):
+        raise ValueError(f"`{compiled}` of the model is compiled. Retrofit the model first, then call `torch.compile`.")
+
+
+def _package(module: nn.Module) -> str:
+    """Return the name of the package that defines the class of a module."""
+    return type(module).__module__.partition(".")[0]
 
 
 def _check_loaded(source: PreTrainedModel) -> None:

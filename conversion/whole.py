@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME
 
 from attnres.loading_attnres import added_by_kind, check_added, check_shapes
 from attnres.residual_attnres import FamilyWarning
+from attnres.utils.hub import ADAPTER_CONFIG, check_path
 from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted
 
@@ -36,8 +37,6 @@ _MAX_RATIO, _ALWAYS_ALLOWED = 4, 2**24
 _LOADING_ARGUMENTS = ("dtype", "torch_dtype", "device_map", "distributed_config")
 # A function that gives the names of the tensors to load, for the whole model on the meta device.
 Part = Callable[[PreTrainedModel], frozenset[str]]
-# `transformers` loads an adapter in the directory instead of the weights, onto a base from another checkpoint.
-_ADAPTER = "adapter_config.json"
 
 
 def check_whole(model: nn.Module, missing: Collection[str], source: str, *, starts_anew: bool = False) -> None:
@@ -90,19 +89,23 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
         The headers, or None if they cannot be read. Loading the model then raises the error.
 
     Raises:
-        OSError: A file is missing, truncated or damaged.
-        ValueError: A number does not fit the weights, or a field of Kimi K3 is wrong. The message names the file, the
-            field and its value. Or the directory holds Kimi K3, but the Auto classes would build another model from it.
+        OSError: A file is missing, truncated or damaged; or `source` is the directory of a training run.
+        ValueError: `source` is an adapter. Or a number does not fit the weights, or a field of Kimi K3 is wrong. The
+            message names the file, the field and its value. Or the directory holds Kimi K3, but the Auto classes would
+            build another model from it.
     """
     folder = Path(source)
-    if not folder.is_dir():
+    if folder.is_dir():
+        check_path(source)
+    else:
         try:
             folder = find(source, revision)
         except FileNotFoundError:
             return None
     if not (folder / CONFIG_NAME).is_file():
         return None
-    checkpoint = None if (folder / _ADAPTER).is_file() else read_headers(folder)
+    # `transformers` loads an adapter in the directory instead of the weights, onto a base from another checkpoint.
+    checkpoint = None if (folder / ADAPTER_CONFIG).is_file() else read_headers(folder)
     check_sizes(folder / CONFIG_NAME, checkpoint)
     with explain_config(folder):
         check_kimi_k3(folder, source)

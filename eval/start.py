@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from attnres.utils.hub import check_source, is_cached, is_offline
+from attnres.utils.hub import check_source, describe_adapter, is_adapter, is_cached, is_offline
 
 from .failures import Failures, Reason, TaskFailure, code_refused, data_missing
 from .hub_results import FOLDER
@@ -29,13 +29,18 @@ def check_run(options: EvalOptions) -> None:
         FileExistsError: `out` holds other files than those of an evaluation, or a report with more benchmarks or
             models.
         FileNotFoundError: A model or the data folder does not exist.
-        ValueError: Both models are the same, or an earlier result file is damaged.
+        ValueError: Both models are the same, one is an adapter, or an earlier result file is damaged.
     """
     if options.baseline == options.model:
         raise ValueError(f"MODEL and --baseline are both {options.model}. Compare two models, or leave out --baseline.")
     if options.data is not None and not options.data.is_dir():
         raise FileNotFoundError(f"--data {options.data} is not a directory.")
     for name in filter(None, (options.model, options.baseline)):
+        if is_adapter(name):
+            raise ValueError(
+                f"{describe_adapter(name)} Or evaluate it on its base, by the harness alone: lm_eval run --model hf "
+                f"--model_args pretrained=BASE,peft={name},trust_remote_code=True --tasks ..."
+            )
         check_source(name)
     out = options.out
     written = {RESULTS, BASELINE_RESULTS, REPORT, CHART}

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from attnres import ResidualConfig
+from attnres.configuration import names
 from attnres.configuration.counting import count_stored
 from attnres.utils.progress import Pace, show_duration
 from attnres.utils.wording import counted
@@ -56,6 +57,7 @@ def describe_run(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
+    start = "from scratch" if recipe.model in names() else "with its weights"
     sequences = f"sequences of {recipe.length:,} tokens"
     count = None if recipe.streaming else len(train)
     steps = recipe.count_steps(count)
@@ -67,7 +69,7 @@ def describe_run(
     documents = f"{train.info.description}: " if train.info.description else ""
     tokens = steps * recipe.batch_size * recipe.length
     return [
-        f"Model: {recipe.model} ({config.model_type}), {kind}",
+        f"Model: {recipe.model} ({config.model_type}), {start}, {kind}",
         f"Parameters: {total:,}, of which {'all' if is_whole else f'{trained:,}'} are trained, on {device}",
         division,
         f"Data: {documents}{data} to train on, {len(held_out):,} held out",

@@ -137,19 +137,27 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
         check_generation_saving(folder, config, tokenizer if is_saved else None)
 
 
-def check_no_adapter(source: str) -> None:
-    """Raise ValueError if a model has the files of an adapter beside it.
+def check_start(recipe: Recipe, name: str) -> None:
+    """Raise ValueError if a run cannot start from its model: `heal` from random weights, and no recipe from an adapter.
 
-    `from_pretrained` would load the adapter and freeze the model, so a run would train and save only the adapter.
+    `from_pretrained` would load an adapter beside a model and freeze the model, so a run would train and save only the
+    adapter.
 
     Args:
-        source: The directory or Hub id of the model.
+        recipe: The recipe of the run.
+        name: The recipe's name if it comes with `attnres`, else empty.
     """
-    if find_adapter_config_file(source) is not None:
+    if recipe.model in names():
+        if name == HEAL:
+            raise ValueError(
+                f"{recipe.model} is a named configuration with random weights, so there is nothing to heal. Train it "
+                "from scratch by the recipe `pretrain`, or give model=DIR, a checkpoint that `attnres convert` made."
+            )
+    elif find_adapter_config_file(recipe.model) is not None:
         raise ValueError(
-            f"{source} has the files of an adapter ({ADAPTER_CONFIG_NAME}), so only the adapter would be trained. Move "
-            "them elsewhere, or merge the adapter first: by `merge=true` of its recipe, or by `merge_and_unload` of "
-            "PEFT."
+            f"{recipe.model} has the files of an adapter ({ADAPTER_CONFIG_NAME}), so only the adapter would be "
+            "trained. Move them elsewhere, or merge the adapter first: by `merge=true` of its recipe, or by "
+            "`merge_and_unload` of PEFT."
         )
 
 
@@ -365,7 +373,7 @@ def _part_of_retrofit(recipe: Recipe, part: Part, source: PreTrainedModel) -> fr
 __all__ = [
     "build_model",
     "check_model_config",
-    "check_no_adapter",
+    "check_start",
     "explain_missing",
     "identify_model",
     "part_of_process",

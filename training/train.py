@@ -39,7 +39,7 @@ from .pipeline_settings import read_settings
 from .pipeline_trainer import PipelineTrainer, check_arguments, describe_pipeline
 from .prepare import (
     check_model_config,
-    check_no_adapter,
+    check_start,
     identify_model,
     prepare_data,
     prepare_model,
@@ -116,8 +116,8 @@ def _train_in_folder(
             check_checkpoint(Path(checkpoint))
             if arguments.load_best_model_at_end:
                 check_best(Path(checkpoint))
+        check_start(recipe, name)
         if recipe.model not in names():
-            check_no_adapter(recipe.model)
             check_source_sizes(recipe.model)
         tokenizer = prepare_tokenizer(recipe)
         check_model_config(recipe, name, tokenizer)

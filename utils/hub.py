@@ -14,19 +14,36 @@ from huggingface_hub import constants
 
 from .wording import did_you_mean
 
+# The file that makes a directory an adapter of PEFT.
+ADAPTER_CONFIG = "adapter_config.json"
+# What to do with an adapter where a model is needed.
+_MERGE_FIRST = "Merge it first: by `merge=true` of the recipe, or by `merge_and_unload` of PEFT."
+
 _PORTS = {"http": 80, "https": 443}
 _TIMEOUT = 5.0  # seconds
 
 
-def check_path(source: str | os.PathLike) -> None:
-    """Raise if the name of a model is neither a directory nor a possible id on the Hub.
+def is_adapter(folder: str | os.PathLike) -> bool:
+    """Return whether a directory holds an adapter of PEFT without a model."""
+    return Path(folder, ADAPTER_CONFIG).is_file() and not Path(folder, "config.json").exists()
+
+
+def describe_adapter(source: str | os.PathLike) -> str:
+    """Return the message that a directory or Hub id is an adapter where a model is needed."""
+    return f"{source} is an adapter, not a model (it has {ADAPTER_CONFIG}). {_MERGE_FIRST}"
+
+
+def check_path(source: str | os.PathLike, *, is_tokenizer: bool = False) -> None:
+    """Raise if the name of a model is neither the directory of a model nor a possible id on the Hub.
 
     Args:
         source: The name.
+        is_tokenizer: Whether only the tokenizer is read, which the directory of an adapter may have too.
 
     Raises:
         FileNotFoundError: It is neither; or it is the directory of a training run, which holds the model in a folder
-            `model`.
+            `model`, or an adapter in a folder `adapter`.
+        ValueError: It is the directory of an adapter.
     """
     path, name = Path(source), str(source)
     if not name:
@@ -36,19 +53,37 @@ def check_path(source: str | os.PathLike) -> None:
         raise FileNotFoundError(f"{source} is not a directory.")
     if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
         raise FileNotFoundError(f"{source} holds no model itself. Its model is {path / 'model'}: name that.")
+    if not (path / "config.json").exists() and is_adapter(path / "adapter"):
+        remedy = "Name that." if is_tokenizer else _MERGE_FIRST
+        raise FileNotFoundError(f"{source} holds no model, only the adapter {path / 'adapter'}. {remedy}")
+    if not is_tokenizer:
+        check_no_lone_adapter(path, source)
 
 
-def check_source(source: str | os.PathLike, known: Collection[str] = ()) -> None:
+def check_no_lone_adapter(folder: Path, source: str | os.PathLike) -> None:
+    """Raise ValueError if a directory holds an adapter of PEFT without a model.
+
+    Args:
+        folder: The directory.
+        source: The directory or Hub id, for the message.
+    """
+    if is_adapter(folder):
+        raise ValueError(describe_adapter(source))
+
+
+def check_source(source: str | os.PathLike, known: Collection[str] = (), *, is_tokenizer: bool = False) -> None:
     """Raise if a model is neither a directory nor in the Hub's cache, and the Hub cannot be reached.
 
     Args:
         source: The directory or Hub id.
         known: Other names that the caller accepts. The message proposes a similar one.
+        is_tokenizer: Whether only the tokenizer is read.
 
     Raises:
         FileNotFoundError: The model cannot be found.
+        ValueError: It is the directory of an adapter.
     """
-    check_path(source)
+    check_path(source, is_tokenizer=is_tokenizer)
     if not Path(source).is_dir() and not is_cached("models", str(source)) and is_offline():
         raise FileNotFoundError(
             f"{source} is not a directory, and the Hub does not give it: the Hub cannot be reached, and its cache here "
@@ -102,4 +137,14 @@ def is_offline() -> bool:
         return True
 
 
-__all__ = ["check_path", "check_source", "is_cached", "is_offline", "meant"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "check_no_lone_adapter",
+    "check_path",
+    "check_source",
+    "describe_adapter",
+    "is_adapter",
+    "is_cached",
+    "is_offline",
+    "meant",
+]

@@ -24,6 +24,27 @@ ATTNRES = Path(sys.executable).with_name("attnres")
 HEAVY = {"torch", "transformers", "numpy", "datasets", "lm_eval", "matplotlib", "attnres.family"}
 # Arguments, exit status, and a part of the output.
 CASES = [
+    *(
+        ((*words, *others), 1, f"attnres: {message} Merge it first: by `merge=true` of the recipe, or by ")
+        for folder, message in (
+            ("lora", "lora holds no model, only the adapter lora/adapter."),
+            ("lora/adapter", "lora/adapter is an adapter, not a model (it has adapter_config.json)."),
+        )
+        for words, others in (
+            (("convert", folder), ("out",)),
+            (("inspect", folder), ()),
+            (("eval", folder), ("--out", "out")),
+            (("plan", folder), ("--devices", "8")),
+            (("demo", "--checkpoint", folder), ()),
+            (("train", "finetune", f"model={folder}"), ("train=a.txt", "out=out")),
+        )
+    ),
+    (
+        ("inspect", "model", "--tokenizer", "lora"),
+        1,
+        "attnres: lora holds no model, only the adapter lora/adapter. Name ",
+    ),
+    (("inspect", "model", "--tokenizer", "lora/adapter", "--out", "taken"), 1, "attnres: taken exists. "),
     (("--help",), 0, "attnres list "),
     (("--version",), 0, "attnres 0."),
     (("list", "tasks"), 0, "gpqa_diamond"),
@@ -68,6 +89,12 @@ CASES = [
     (("eval", "model"), 2, "Missing option '--out'."),
     (("eval", "--print-task-path"), 0, "/tasks"),
     (("eval", "./no", "--out", "out"), 1, "attnres: ./no is not a directory."),
+    (
+        ("eval", "lora/adapter", "--out", "out"),
+        1,
+        "--model_args pretrained=BASE,peft=lora/adapter,trust_remote_code=True",
+    ),
+    (("eval", "model", "--out", "out", "--baseline", "lora/adapter"), 1, "attnres: lora/adapter is an adapter, not a "),
     (("eval", "model", "--out", "taken"), 1, "attnres: taken holds other files "),
     (("eval", "model", "--out", "out", "--data", "taken"), 1, "attnres: 15 of 15 benchmarks have no result"),
     (("eval", "model", "--out", "out", "--tasks", "mmlu"), 1, "attnres: 1 of 1 benchmark has no result"),
@@ -86,9 +113,11 @@ def environment(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory) -> dict:
-    """Return the results of `quick_session.py` for all cases, in a folder with `model` and `taken`."""
+    """Return the results of `quick_session.py` for all cases, in a folder with `model`, `taken` and the run `lora`."""
     folder = tmp_path_factory.mktemp("quick")
     (folder / "model").mkdir()
+    (folder / "lora" / "adapter").mkdir(parents=True)
+    (folder / "lora" / "adapter" / "adapter_config.json").write_text("{}")
     (folder / "taken").mkdir()
     (folder / "taken" / "thesis.tex").write_text("five years")
     done = subprocess.run(
@@ -118,7 +147,7 @@ def test_commands_that_need_no_model_print_the_expected_text(number, seen):
 def test_these_commands_import_nothing_heavy_and_write_nothing(seen):
     assert "attnres.commands.app" in seen["modules"]
     assert not HEAVY & set(seen["modules"])
-    assert seen["left"] == {"model", "taken"}
+    assert seen["left"] == {"lora", "model", "taken"}
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ seen = {
     "linked": convert("linked", "lab/model", "--hard-link"),
     "no revision": convert("x", "lab/model", "--revision", "absent"),
     "no weights": convert("x", "lab/model", "--revision", "bare"),
+    "adapter": convert("x", "lab/model", "--revision", "adapter"),
     "no repository": convert("x", "lab/absent"),
     "no name": convert("x", "lab/mo del"),
 }

@@ -35,6 +35,8 @@ def folder(tmp_path_factory) -> Path:
     standard_model(num_hidden_layers=2).save_pretrained(model / "v1")
     for name in ("bare", "pickled"):
         shutil.copytree(model / "v1", model / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    (model / "adapter").mkdir()
+    (model / "adapter" / "adapter_config.json").write_text("{}")
     torch.save(standard_model(num_hidden_layers=2).state_dict(), model / "pickled" / "pytorch_model.bin")
 
     with Hub.running(folder / "hub") as hub:
@@ -85,6 +87,7 @@ def test_pickles_are_fetched_only_where_there_are_no_safetensors(folder):
         ("no repository", "lab/absent is not a directory, and the Hub does not give it"),
         ("no Hub", "lab/other is not a directory, and the Hub does not give it"),
         ("no weights", "has no weights"),
+        ("adapter", "lab/model is an adapter, not a model (it has adapter_config.json). Merge it first"),
         ("no name", "lab/mo del"),
     ],
 )

@@ -360,6 +360,8 @@ def test_a_standard_model_and_an_adapter_are_refused_with_a_remedy(push, model):
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
     assert "holds an adapter" in push("push", "adapter", "me/adapter")["err"]
+    shutil.copytree(adapter, model.with_name("lora") / "adapter")
+    assert "lora holds no model, only the adapter lora/adapter. Merge" in push("push", "lora", "me/adapter")["err"]
 
 
 @pytest.mark.parametrize("command", [("push", "run", "me/run"), ("convert", "run", "x"), ("eval", "run", "--out", "x")])

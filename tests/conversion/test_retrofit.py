@@ -13,7 +13,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from attnres import AttnResLlamaForCausalLM
 from attnres.conversion import retrofit
+from attnres.conversion.retrofit import retrofit_part
 from attnres.residual_attnres import residual_tensors
 
 from .checkpoints import change_json, standard_model
@@ -226,6 +228,82 @@ def test_an_offloaded_model_is_refused(tiny_model):
     model.lm_head.to("meta")
     with pytest.raises(ValueError, match=r"`lm_head.weight` is offloaded.*without `device_map`"):
         retrofit(model)
+
+
+def small_llama() -> LlamaForCausalLM:
+    shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=64))
+
+
+def adapted() -> nn.Module:
+    """Return the `PeftModel` of a small model with adapters on its query projections."""
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(small_llama(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: None, "NoneType"),
+        (lambda: 3, "int"),
+        (lambda: LlamaConfig(), "LlamaConfig"),
+        (lambda: small_llama().state_dict(), "OrderedDict"),
+        (lambda: nn.Linear(2, 2), "Linear"),
+        (lambda: LlamaForCausalLM, "type"),
+    ],
+)
+def test_an_object_that_is_no_model_is_refused_by_its_type(make, kind):
+    with pytest.raises(
+        TypeError, match=f"retrofit takes a model, a directory or a Hub id, got an object of type {kind}\\."
+    ):
+        retrofit(make())
+    with pytest.raises(TypeError, match=f"retrofit takes a model, got an object of type {kind}\\."):
+        retrofit_part(make())
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, nn.Sequential])
+@pytest.mark.parametrize("function", [retrofit, retrofit_part])
+def test_a_wrapped_model_is_refused_by_the_type_of_its_wrapper(wrap, function):
+    wrapped = wrap(small_llama())
+    message = f"got an object of type {type(wrapped).__name__}, which wraps a model. Give that LlamaForCausalLM itself"
+    with pytest.raises(TypeError, match=message):
+        function(wrapped)
+
+
+def test_a_model_with_a_compiled_layer_is_refused():
+    model = small_llama()
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    with pytest.raises(ValueError, match=r"`model\.layers\.1` of the model is compiled\. Retrofit the model first"):
+        retrofit(model)
+
+
+@pytest.mark.parametrize("function", [retrofit, retrofit_part])
+def test_a_model_with_adapters_is_refused_until_they_are_merged(function, tmp_path):
+    peft_model = adapted()
+    peft_model.save_pretrained(tmp_path)
+    loaded = small_llama()
+    loaded.load_adapter(tmp_path)
+    from_files = r"PeftModel\.from_pretrained\(BASE, ADAPTER\)"
+    for model, remedy in (
+        (peft_model, "model"),
+        (torch.compile(peft_model), "model"),
+        (nn.DataParallel(peft_model), from_files),
+        (peft_model.base_model.model, from_files),
+        (loaded, from_files),
+    ):
+        kind, layer = type(model).__name__, r"model\.layers\.0\.self_attn\.q_proj"
+        message = rf"the {kind} has adapters inside, such as `{layer}`\. Merge .* `{remedy}\.merge_and_unload"
+        with pytest.raises(ValueError, match=message):
+            function(model)
+    assert isinstance(function(peft_model.merge_and_unload()), AttnResLlamaForCausalLM)
+
+
+def test_the_directory_of_an_adapter_and_the_folder_of_its_run_are_refused(tmp_path):
+    adapted().save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"adapter is an adapter, not a model .*\. Merge it first"):
+        retrofit(tmp_path / "adapter")
+    with pytest.raises(FileNotFoundError, match=r"holds no model, only the adapter .*adapter\. Merge it first"):
+        retrofit(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ VALUES = {
 
 
 def read_as_push_does(model: Path) -> None:
-    plan_publication(model)
+    plan_publication(str(model))  # a `Path` elsewhere
 
 
 @pytest.mark.parametrize("load", [*LOADS.values(), read_as_push_does], ids=[*LOADS, "push"])

@@ -25,10 +25,10 @@ def parts(assets, tmp_path_factory):
     return {"model": model, "retrofit": retrofit(folder, block_size=2), "blocks": blocks}
 
 
-def described(parts, model: str, **changes) -> list[str]:
+def described(parts, model: str, named: str = "lab/model", **changes) -> list[str]:
     blocks = parts["blocks"]
     train, held_out = blocks.select(range(len(blocks) - 3)), blocks.select(range(len(blocks) - 3, len(blocks)))
-    recipe = Recipe("lab/model", ("a",), "runs/x", **{"steps": 2, "batch_size": 4, "length": 64} | changes)
+    recipe = Recipe(named, ("a",), "runs/x", **{"steps": 2, "batch_size": 4, "length": 64} | changes)
     return describe_run(recipe, parts[model], train, held_out, torch.device("cpu"))
 
 
@@ -36,7 +36,8 @@ def test_the_header_names_model_parameters_data_and_steps(parts):
     model, parameters, processes, data, run = described(parts, "retrofit")
     assert processes == "1 process"
     assert model == (
-        "Model: lab/model (attnres_llama), Block AttnRes, 5 blocks of 2 sublayers (10 sublayers), scale sum"
+        "Model: lab/model (attnres_llama), with its weights, Block AttnRes, 5 blocks of 2 sublayers (10 sublayers), "
+        "scale sum"
     )
     total = sum(tensor.numel() for tensor in parts["retrofit"].parameters())
     assert parameters == f"Parameters: {total:,}, of which all are trained, on cpu"
@@ -45,6 +46,12 @@ def test_the_header_names_model_parameters_data_and_steps(parts):
     assert data.startswith("Data: 2 documents, ") and count * 64 <= tokens < (count + 1) * 64
     assert data.endswith(f": {count - 3} sequences of 64 tokens to train on, 3 held out")
     assert run == f"Run: 2 steps of 4 sequences, 512 tokens, {8 / (count - 3):.2g} epochs; into runs/x"
+
+
+def test_the_header_says_whether_the_weights_are_random(parts):
+    assert described(parts, "model")[0] == "Model: lab/model (llama), with its weights, standard residual connections"
+    named = described(parts, "retrofit", named="attnres-tiny")[0]
+    assert named.startswith("Model: attnres-tiny (attnres_llama), from scratch, Block AttnRes")
 
 
 def test_frozen_parameters_are_not_counted_as_trained(parts):
