@@ -131,6 +131,7 @@ def warn_of_change(
     """
     config = model.config
     if stored.get("model_type") != config.model_type:
+        _warn_of_start(config, source)
         return  # a backbone's checkpoint has no tensors of connections
     name = stored.get("residual_connection", type(config).residual_connection)
     defaults = {"residual_connection": type(config).residual_connection}
@@ -170,6 +171,20 @@ def warn_of_change(
             "you did not intend."
         )
         warnings.warn(message, FamilyWarning, stacklevel=3)
+
+
+def _warn_of_start(config: Any, source: str | os.PathLike) -> None:
+    """Warn if the connections of a model, which start anew on a backbone's weights, do not keep their function."""
+    fields = CONNECTIONS[config.residual_connection].retrofit  # `None`: there is no such start
+    differing = [] if fields is None else [f"{f}={v!r}" for f, v in fields.items() if getattr(config, f) != v]
+    if fields is None or differing:
+        passed = ", ".join(differing)
+        remedy = f" To keep it, pass {passed}, or call `attnres.conversion.retrofit`." if differing else ""
+        message = (
+            f"{source} is a checkpoint of the backbone. Its residual connections become {config.residual_connection!r} "
+            f"at their start, which changes the function of the model.{remedy}"
+        )
+        warnings.warn(message, FamilyWarning, stacklevel=4)
 
 
 def _is_standard(model: nn.Module, stored: Mapping[str, Any], unexpected: Collection[str]) -> bool:

@@ -109,12 +109,6 @@ def test_a_field_that_is_changed_on_a_model_is_saved_as_the_model_uses_it(folder
         torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
-def test_a_backbones_checkpoint_causes_no_warning(folders):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FamilyWarning)
-        AttnResLlamaForCausalLM.from_pretrained(folders / "source", attn_res_block_size=2)
-
-
 def test_a_gate_without_weights_in_the_checkpoint_is_named(folders, tmp_path):
     shutil.copytree(folders / "llama", tmp_path, dirs_exist_ok=True)
     fields = json.loads((tmp_path / "config.json").read_text())
@@ -147,3 +141,32 @@ def test_no_field_of_a_backbone_causes_a_warning(backbones):
         warnings.simplefilter("error", FamilyWarning)
         for case in backbones.CASES:
             backbones.member_config(case)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({}, "To keep it, pass attn_res_scale='sum', or call `attnres.conversion.retrofit`."),
+        ({"attn_res_scale": "sum"}, None),
+        ({"residual_connection": "standard"}, None),
+        ({"residual_connection": "denseformer"}, None),
+        (
+            {"residual_connection": "residual_scalars", "residual_scalars_start": "nanochat"},
+            "pass residual_scalars_start=",
+        ),
+        ({"residual_connection": "post_norm"}, "become 'post_norm' at their start, which changes the function"),
+    ],
+    ids=str,
+)
+def test_a_backbones_checkpoint_whose_function_a_class_of_the_family_changes_causes_a_warning(
+    folders, backbones, fields, remedy
+):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = AttnResLlamaForCausalLM.from_pretrained(folders / "source", **fields)
+    messages = [str(warning.message) for warning in caught if warning.category is FamilyWarning]
+    assert [remedy in message for message in messages] == [True] * (remedy is not None)
+    if remedy is None:
+        logits = [each(backbones.token_ids()).logits for each in (backbones.build("llama"), model)]
+        assert torch.allclose(*logits, rtol=0, atol=1e-4)
