@@ -5,7 +5,7 @@ Every help text imports this file, so it does not import PyTorch.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,16 +44,16 @@ class CommandGroup(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command. Its help text keeps the line breaks of examples, and an error proposes names like a misspelt one.
+    """A command that keeps the line breaks of examples in its help, and proposes a similar name for a misspelt choice.
 
-    A leading `~` of an argument is the home directory, also where the shell leaves it, as in quotes.
+    It expands a leading `~` of any argument, also where the shell leaves it, as in quotes.
     """
 
     def __init__(self, name: str | None, *, help: str | None = None, **options: Any):
         super().__init__(name, help=_keep_examples(help), **options)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """Parse arguments as typer does, but expand `~` first, and mend the messages of errors."""
+        """Parse arguments as typer does, but expand `~` first, and end the messages of errors with a proposal."""
         try:
             return super().parse_args(ctx, [expand_home(arg) for arg in args])
         except typer.BadParameter as error:
@@ -89,19 +89,21 @@ def describe_unread(names: Sequence[str], place: str) -> str:
     return f"Warning: the model does not read {counted(len(names), 'tensor')} of {place}: {first}{more}."
 
 
-def check_revision(source: str, revision: str | None, option: str = "--revision") -> None:
-    """Raise an error if a revision is given for a directory.
+def check_revision(source: str, revision: str | None, option: str = "--revision", named: Collection[str] = ()) -> None:
+    """Raise an error if a revision is given for a model that is not on the Hub.
 
     Args:
-        source: The directory or Hub id.
+        source: The directory, name of a configuration, or Hub id.
         revision: The revision; `None` if not given.
         option: The option that gives it, for the message.
+        named: The names of configurations that the command takes.
 
     Raises:
-        typer.BadParameter: `source` is a directory, which has no revisions.
+        typer.BadParameter: `source` is a directory or a named configuration, which has no revisions.
     """
-    if revision is not None and Path(source).is_dir():
-        raise typer.BadParameter(f"{option} belongs to models on the Hub, and {source} is a directory.")
+    kind = "directory" if Path(source).is_dir() else "named configuration" if source in named else None
+    if revision is not None and kind is not None:
+        raise typer.BadParameter(f"{option} belongs to models on the Hub, and {source} is a {kind}. Leave it out.")
 
 
 def given_options(context: typer.Context) -> list[str]:

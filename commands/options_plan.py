@@ -99,9 +99,7 @@ def plan(
     is_directory, is_named = Path(config).is_dir(), config in configuration_names()
     if not is_named:
         check_source(config, configuration_names())
-    check_revision(config, revision)
-    if revision is not None and is_named:
-        raise typer.BadParameter(f"--revision belongs to models on the Hub, and {config} is a named configuration.")
+    check_revision(config, revision, named=configuration_names())
     if is_directory and not (Path(config) / "config.json").is_file():
         raise typer.BadParameter(f"{config} holds no config.json: give the directory of a model.")
     with loading():

@@ -46,7 +46,8 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
     Raises:
         ValueError: The backbone is not supported, or the decoder has other residual connections already.
     """
-    name = config.name_or_path or "the model"
+    # A retrofit in memory keeps the name of its source.
+    name = f"the model, loaded from {config.name_or_path}," if config.name_or_path else "the model"
     if isinstance(config, AttnResKimiK3Config):
         raise ValueError(f"{name} is Kimi K3, which takes no retrofit. Use it as it is.")
     if isinstance(config, ResidualConfig):

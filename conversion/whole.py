@@ -135,8 +135,10 @@ def check_before_loading(
             or tensor.
     """
     revision, code = options.pop("revision", None), options.pop("trust_remote_code", False)
-    # The shapes in a GGUF file are not known before it is loaded.
-    if options.get("gguf_file") is not None or (checkpoint := check_source_sizes(source, revision)) is None:
+    # The shapes in a GGUF file are not known before it is loaded, and the checks read the folder itself, no subfolder.
+    if options.get("gguf_file") is not None or options.get("subfolder"):
+        return None
+    if (checkpoint := check_source_sizes(source, revision)) is None:
         return None
     loading = {name: options.pop(name, None) for name in _LOADING_ARGUMENTS}
     if options.get("quantization_config") is None:

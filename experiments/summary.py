@@ -30,7 +30,8 @@ class Lead:
         source: The name of the comparison, with a link.
         sublayers: Sublayers of the model.
         width: The hidden size of the model.
-        parameters: Activated parameters, without the embedding and the output projection; of others, as they count.
+        parameters: Activated parameters, without the embedding and the output projection. For experiments of others, as
+            those authors count them.
         tokens: Tokens that a run has seen.
         values: Loss minus that of the residual stream, of each seed; of others one number, their mean.
         deviation: The standard deviation over the seeds, if there are several.

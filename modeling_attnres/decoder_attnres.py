@@ -228,7 +228,8 @@ class ResidualModel(ResidualPreTrainedModel):
         """Return whether `transformers` makes a cache in a forward pass with these arguments by name."""
         use_cache = arguments.get("use_cache")
         if use_cache is None:
-            use_cache = getattr(self.config, "use_cache", None)  # which some backbones do not have
+            # Configurations of some backbones have no such field.
+            use_cache = getattr(self.config, "use_cache", None)
         return bool(use_cache) and not (self.training and getattr(self, "gradient_checkpointing", False))
 
     def number_layers(self) -> int:

@@ -3,8 +3,8 @@
 Four *signs* mark the documents of a forward pass: `position_ids` that restart, borders (`cu_seq_lens_q`), numbers
 (`seq_idx`) and a mask over pairs of tokens. `transformers` takes restarting positions for documents only without mask
 and cache, but makes a cache by default; only some kernels read the other signs. Here all signs mean the same for every
-layer, and a combination that cannot be honoured raises an error. Positions that only jump ahead may be those of one
-text, so there `transformers` decides.
+layer, and a combination that cannot be honoured raises an error. Positions that only jump ahead begin documents where
+no cache is made, as in `transformers`.
 
 `keep_documents_apart` prepares the arguments of a forward pass for softmax attention. `for_linear_attention` of
 `padding_attnres` then prepares them for delta attention.
@@ -66,7 +66,8 @@ def find_documents(arguments: Arguments, makes_cache: bool) -> Tensor | None:
         branch on values; there, given `position_ids` always count as those of several documents.
 
     Raises:
-        ValueError: two arguments contradict each other, or one does not fit the tokens.
+        ValueError: two arguments contradict each other, one does not fit the tokens, or positions jump ahead where
+            a jump is ambiguous.
     """
     shape = shape_of(arguments)
     signs = _documents_by_sign(arguments, shape)
@@ -107,9 +108,9 @@ def _documents_by_positions(positions: Tensor, may_jump: bool) -> Tensor | None:
         return None
     check_values(
         ~(grows & (steps > 1).any(-1)).any(),
-        "`position_ids` of a row jump ahead, which may begin a document or not; in a compiled graph, or beside rows "
-        "whose positions restart, this cannot be told: pass an `attention_mask` to keep each row one text, or "
-        "`use_cache=False` to begin a document at each jump.",
+        "`position_ids` of a row jump ahead. In a compiled graph, or beside rows whose positions restart, a jump is "
+        "ambiguous: pass `use_cache=False` to begin a document at each jump, or an `attention_mask` for rows that are "
+        "one text.",
     )
     return documents
 

@@ -4,6 +4,7 @@ This file is only installed: it does not travel with weights.
 """
 
 import importlib
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -151,13 +152,14 @@ def __getattr__(name: str) -> type:
 
 def _remedy(name: str) -> str:
     """Return the end of a message on an unknown name: where it is, or a similar name."""
-    if name.startswith("_"):  # tools ask every module for such names
+    if name.startswith("_") or not name.isidentifier():  # tools ask every module for such names
         return ""
     if find_spec(f"{__package__}.{name}"):
         return f" It is a module: `import {__package__}.{name}` first."
-    # Imported at the call, since these files must not depend on `conversion`, which depends on them.
-    if name in getattr(importlib.import_module("attnres.conversion"), "__all__", ()):
-        return f" It is in another module: `from attnres.conversion import {name}`."
+    with suppress(ImportError):
+        # Imported at the call, since these files must not depend on `conversion`, which depends on them.
+        if name in getattr(importlib.import_module("attnres.conversion"), "__all__", ()):
+            return f" It is in another module: `from attnres.conversion import {name}`."
     on_backbones = (f"AttnRes{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(backbone, '')}" for backbone in BACKBONES)
     return did_you_mean(name, [*__all__, *on_backbones], otherwise_all=False)
 

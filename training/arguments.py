@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import DistributedType
 from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
@@ -88,6 +89,7 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"`trainer` of the recipe: {error}") from error
     _check_loading(arguments.accelerator_config)
+    _check_checkpointing(arguments, state)
     if recipe.streaming:
         # Each process reads the whole stream. By default one reads it and joins what it sends, which must be tensors.
         arguments.accelerator_config.dispatch_batches = False
@@ -98,47 +100,52 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
 
 def _check_for_processes(recipe: Recipe, state: PartialState, accumulated: int) -> None:
     """Raise ValueError if a field of the trainer does not work with the processes of the run or their devices."""
-    trainer, subject = recipe.trainer, "of the recipe"
+    trainer, is_ddp = recipe.trainer, state.num_processes > 1
     if trainer.get("fp16") and state.device.type == "cpu":
-        raise ValueError(f"`trainer.fp16` {subject} has no effect on a CPU: leave it out, or use `trainer.bf16`.")
-    if trainer.get("fsdp") and state.num_processes == 1:
+        raise ValueError("`trainer.fp16` of the recipe has no effect on a CPU: leave it out, or use `trainer.bf16`.")
+    if trainer.get("fsdp") and state.distributed_type == DistributedType.NO:
         raise ValueError(
-            f"`trainer.fsdp` {subject} divides the model among processes, but this run has one: start it by "
-            "`accelerate launch` with more, or leave it out."
+            "`trainer.fsdp` of the recipe divides the model among processes, but this run was not launched as several: "
+            "start it by `accelerate launch`, or leave it out."
         )
     if trainer.get("deepspeed") and find_spec("deepspeed") is None:
-        raise ValueError(f"`trainer.deepspeed` {subject} needs the package deepspeed: `pip install deepspeed`.")
-    if trainer.get("ddp_static_graph") and accumulated > 1:
+        raise ValueError("`trainer.deepspeed` of the recipe needs the package deepspeed: `pip install deepspeed`.")
+    if trainer.get("ddp_static_graph") and is_ddp and accumulated > 1:
         raise ValueError(
-            f"`trainer.ddp_static_graph` {subject} does not work with accumulated gradients, of {accumulated} batches "
-            "here: leave it out, or raise `micro_batch_size`."
+            f"`trainer.ddp_static_graph` of the recipe does not work with accumulated gradients, of {accumulated} "
+            "batches here: leave it out, or raise `micro_batch_size`."
         )
-    checkpointing = trainer.get("activation_checkpointing_kwargs") or trainer.get("gradient_checkpointing_kwargs") or {}
-    if trainer.get("ddp_find_unused_parameters") and checkpointing.get("use_reentrant"):
+
+
+def _check_checkpointing(arguments: TrainingArguments, state: PartialState) -> None:
+    """Raise ValueError if recomputation does not work with the settings of DDP."""
+    # The second name is that of older versions.
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+    options = next(filter(None, (getattr(arguments, name, None) for name in names)), {})
+    if arguments.ddp_find_unused_parameters and state.num_processes > 1 and options.get("use_reentrant"):
         raise ValueError(
-            f"`trainer.ddp_find_unused_parameters` {subject} does not work with reentrant checkpointing: leave it out, "
-            "or set `use_reentrant: false`."
+            "`trainer.ddp_find_unused_parameters` of the recipe does not work with reentrant checkpointing: leave it "
+            "out, or set `use_reentrant: false`."
         )
 
 
 def _check_loading(settings: AcceleratorConfig) -> None:
-    """Raise ValueError if accelerate's settings would change which rows a process reads."""
-    # `split_batches` would divide `batch_size` a second time, `dispatch_batches` sends tensors only, without
-    # `even_batches` the processes evaluate different numbers of batches, and without `use_seedable_sampler` a resumed
-    # run reads other rows.
+    """Raise ValueError if accelerate's settings would change which rows a process reads or accumulates."""
+    # `split_batches` would divide `batch_size` a second time. Without `even_batches` the processes evaluate different
+    # numbers of batches, and without `use_seedable_sampler` a resumed run reads other rows.
     expected = AcceleratorConfig()
-    for name in (
-        "split_batches",
-        "dispatch_batches",
-        "even_batches",
-        "use_seedable_sampler",
-        "gradient_accumulation_kwargs",
-    ):
-        if getattr(settings, name) != getattr(expected, name):
-            raise ValueError(
-                f"`trainer.accelerator_config` of the recipe sets `{name}`, by which the processes would read or "
-                "accumulate other rows than the recipe says: leave it out."
-            )
+    changed = [
+        name
+        for name in ("split_batches", "even_batches", "use_seedable_sampler")
+        if getattr(settings, name) != getattr(expected, name)
+    ]
+    changed += ["dispatch_batches"] if settings.dispatch_batches else []  # it sends tensors only
+    changed += ["gradient_accumulation_kwargs"] if "num_steps" in (settings.gradient_accumulation_kwargs or {}) else []
+    if changed:
+        raise ValueError(
+            f"`trainer.accelerator_config` of the recipe sets `{changed[0]}`, by which the processes would read or "
+            "accumulate other rows than the recipe says: leave it out."
+        )
 
 
 def _check_best(arguments: TrainingArguments, division: DistributedConfig | None) -> None:

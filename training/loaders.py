@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 ROWS_AT_ONCE = 512
 TEXT_COLUMN = "text"  # the one column of a text file
+_LARGEST_OBJECT = 2**26  # bytes; a larger file is hardly one object, and reading it whole may take all memory
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
 
@@ -108,7 +110,7 @@ def load_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
     with _open(name) as file:
         if not file.read(1024).lstrip().startswith("["):
             for number, document in enumerate(load_json_lines(name, column, whole_rows)):
-                if number == 0 and isinstance(document, ValueError) and _is_json(name):
+                if number == 0 and isinstance(document, ValueError) and _is_one_object(name):
                     raise ValueError(_describe_one_object(name))
                 yield document
             return
@@ -246,14 +248,15 @@ def _row_document(name: str, number: int, row: Any, has_surrogates: bool) -> Doc
     return Document(row, name, number, number)
 
 
-def _is_json(name: str) -> bool:
-    """Return whether a file as a whole is JSON."""
+def _is_one_object(name: str) -> bool:
+    """Return whether a file is one value of JSON over several lines, such as `config.json`."""
+    if Path(name).stat().st_size > _LARGEST_OBJECT:
+        return False
     with _open(name) as file:
-        try:
-            json.load(file)
-        except (ValueError, RecursionError):
-            return False
-    return True
+        text = file.read().strip()
+    with suppress(ValueError, RecursionError):
+        return "\n" in text and json.loads(text) is not None
+    return False
 
 
 def _describe_one_object(name: str) -> str:

@@ -138,7 +138,7 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
 
 
 def check_start(recipe: Recipe, name: str) -> None:
-    """Raise ValueError if a run cannot start from its model: `heal` from random weights, and no recipe from an adapter.
+    """Raise ValueError if `heal` gets random weights, or any recipe gets an adapter.
 
     `from_pretrained` would load an adapter beside a model and freeze the model, so a run would train and save only the
     adapter.

@@ -4,9 +4,8 @@ The command line reads a recipe before it imports PyTorch, so heavy packages are
 fields.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import fields
-from inspect import signature
 from types import NoneType
 from typing import Any, get_args
 
@@ -50,16 +49,16 @@ DECIDED_BY_RUN = {
 # Fields that YAML reads as `false` where they are `no`.
 _STRATEGIES = ("eval_strategy", "logging_strategy")
 _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
-_COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+# The names, in newer and older versions, of the options of recomputation.
+_CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 # Field -> the check of its value, and the allowed values as the error message names them.
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "dataloader_num_workers": (lambda value: value >= 0, "at least 0"),
+    "dataloader_num_workers": (lambda value: isinstance(value, int) and value >= 0, "a whole number, at least 0"),
     "eval_accumulation_steps": (lambda value: value >= 1, "at least 1"),
     "eval_steps": (lambda value: value > 0, "above 0"),
     "label_smoothing_factor": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
     "neftune_noise_alpha": (lambda value: value > 0, "above 0"),
     **dict.fromkeys(("log_level", "log_level_replica"), (_LOG_LEVELS.__contains__, f"one of {', '.join(_LOG_LEVELS)}")),
-    "torch_compile_mode": (_COMPILE_MODES.__contains__, f"one of {', '.join(_COMPILE_MODES)}"),
     "include_num_input_tokens_seen": (
         lambda value: value in (True, False, "all", "non_padding", "no"),
         "true, false, all, non_padding or no",
@@ -96,7 +95,8 @@ def type_trainer_fields(values: dict[str, Any]) -> dict[str, Any]:
         if item.name in _STRATEGIES and values[item.name] is False:
             converted[item.name] = "no"
         kinds = {*(get_args(item.type) or (item.type,))} - {NoneType}
-        if values[item.name] is not None and kinds and kinds <= {int, float}:
+        is_left_out = values[item.name] is None and NoneType in get_args(item.type)
+        if kinds and kinds <= {int, float} and not is_left_out:
             converted[item.name] = typed(f"trainer.{item.name}", values[item.name], float if float in kinds else int)
     return converted
 
@@ -108,8 +108,9 @@ def check_trainer_fields(values: dict[str, Any]) -> None:
         values: The value of `trainer`.
     """
     if decided := next((key for key in values if key in DECIDED_BY_RUN), None):
-        remedy = f"give {DECIDED_BY_RUN[decided]} instead" if DECIDED_BY_RUN[decided] else "leave it out"
-        raise ValueError(f"`trainer.{decided}` of the recipe must not be set, since the run sets it: {remedy}.")
+        remedy = DECIDED_BY_RUN[decided]
+        reason = f", since the run sets it: give {remedy} instead" if remedy else ": leave it out"
+        raise ValueError(f"`trainer.{decided}` of the recipe must not be set{reason}.")
     if not values:
         return
     from transformers import TrainingArguments
@@ -120,7 +121,8 @@ def check_trainer_fields(values: dict[str, Any]) -> None:
         # As text, "false" would count as true.
         if key in switches and not isinstance(value, bool | None):
             raise _wrong(key, value, "true or false")
-        if key in _ALLOWED and value is not None and not _is_allowed(key, value):
+        is_left_out = value is None and key != "dataloader_num_workers"
+        if key in _ALLOWED and not is_left_out and not _is_allowed(key, value):
             raise _wrong(key, value, _ALLOWED[key][1])
         if key in _NEEDS and value and not values.get(_NEEDS[key]):
             raise ValueError(
@@ -137,19 +139,34 @@ def _is_allowed(key: str, value: Any) -> bool:
 
 
 def _check_names_in_torch(values: dict[str, Any]) -> None:
-    """Raise ValueError if a field names a compiler or an option that PyTorch does not have."""
-    backend = values.get("torch_compile_backend")
+    """Raise ValueError if a field names a compiler, a mode or an option that PyTorch does not have."""
+    backend, mode = values.get("torch_compile_backend"), values.get("torch_compile_mode")
     if backend is not None:
+        from accelerate.utils import DynamoBackend
         from torch._dynamo import list_backends
 
-        if backend not in list_backends(exclude_tags=()):
-            raise _wrong("torch_compile_backend", backend, f"one of {', '.join(list_backends())}")
-    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        # accelerate knows fewer names than PyTorch, and ignores their case.
+        known = {name for name in list_backends(exclude_tags=()) if name.upper() in DynamoBackend.list()}
+        if not isinstance(backend, str) or backend.lower() not in known:
+            raise _wrong("torch_compile_backend", backend, f"one of {', '.join(sorted(known))}")
+    if mode is not None:
+        from torch._inductor import list_mode_options
+
+        if mode not in (modes := list_mode_options()):
+            raise _wrong("torch_compile_mode", mode, f"one of {', '.join(modes)}")
+    for name in _CHECKPOINTING:
         if isinstance(values.get(name), dict):
             from torch.utils.checkpoint import checkpoint
+            from transformers import PreTrainedModel
 
-            known: Collection[str] = {"preserve_rng_state", *signature(checkpoint).parameters} - {"args", "kwargs"}
-            check_keys(f"trainer.{name}", values[name], sorted(known - {"function"}))
+            # `transformers` takes some keys itself, and passes the others on to PyTorch. Older versions have only the
+            # second name of this method.
+            enable = getattr(
+                PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable
+            )
+            known = {"preserve_rng_state", *options_of(enable), *options_of(checkpoint)}
+            # YAML cannot give the function `context_fn`.
+            check_keys(f"trainer.{name}", values[name], sorted(known - {"context_fn", *_CHECKPOINTING}))
 
 
 def _wrong(key: str, value: Any, allowed: str) -> ValueError:

@@ -51,9 +51,10 @@ def check_path(source: str | os.PathLike, *, is_tokenizer: bool = False) -> None
     can_be_id = not (path.exists() or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2)
     if not path.is_dir() and not can_be_id:
         raise FileNotFoundError(f"{source} is not a directory.")
-    if not (path / "config.json").exists() and (path / "model" / "config.json").exists():
+    has_config = (path / "config.json").exists()
+    if not has_config and (path / "model" / "config.json").exists():
         raise FileNotFoundError(f"{source} holds no model itself. Its model is {path / 'model'}: name that.")
-    if not (path / "config.json").exists() and is_adapter(path / "adapter"):
+    if not has_config and is_adapter(path / "adapter"):
         remedy = "Name that." if is_tokenizer else _MERGE_FIRST
         raise FileNotFoundError(f"{source} holds no model, only the adapter {path / 'adapter'}. {remedy}")
     if not is_tokenizer:

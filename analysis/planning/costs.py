@@ -88,7 +88,7 @@ class Costs:
         return self._traces[tensor, decode]
 
     def stages(self, number: int) -> list[slice]:
-        """Return the layers of each of several stages, about equal in the parameters that a token uses."""
+        """Return the layers of each of several stages, about equal in activated parameters."""
         if number not in self._divided:
             experts, used = self.experts
             activated = [0.0] * (self.num_layers + 1)

@@ -18,7 +18,7 @@ from attnres.commands.inspect import InspectedSource
 from attnres.conversion import retrofit
 from attnres.conversion.publication import plan_publication
 from attnres.conversion.tokenizers import load_tokenizer
-from attnres.conversion.whole import check_source_sizes
+from attnres.conversion.whole import check_source_sizes, load_whole
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.residual_attnres import FamilyWarning
 from attnres.training.recipe import Recipe
@@ -141,6 +141,12 @@ def test_pickled_weights_are_compared_with_the_configuration_too(sound, model):
 
 
 @pytest.mark.slow
+def test_a_model_in_a_subfolder_is_loaded(sound, tmp_path):
+    shutil.copytree(sound, tmp_path / "run" / "model")
+    model = load_whole(AutoModelForCausalLM, str(tmp_path / "run"), subfolder="model")
+    assert model.config.num_hidden_layers == 5
+
+
 def test_weights_behind_links_and_a_field_of_the_recipe_are_loaded(sound, model):
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to(sound / "model.safetensors")

@@ -2,10 +2,13 @@
 
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import datasets
 import pytest
+import torch
 from accelerate import PartialState
+from accelerate.utils import DistributedType
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainingArguments
@@ -117,13 +120,13 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("trainer.max_steps=1",), "the run sets it: give `steps` instead."),
         (("trainer.per_device_train_batch_size=7",), "the run sets it: give `micro_batch_size` instead."),
         (("trainer.optim=sgd",), "the run sets it: give `optimizer` instead."),
-        (("trainer.label_names=[a]",), "the run sets it: leave it out."),
-        (("trainer.save_only_model=true",), "the run sets it: leave it out."),
-        (("trainer.train_sampling_strategy=group_by_length",), "the run sets it: leave it out."),
+        (("trainer.label_names=[a]",), "`trainer.label_names` of the recipe must not be set: leave it out."),
+        (("trainer.save_only_model=true",), "must not be set: leave it out."),
+        (("trainer.train_sampling_strategy=group_by_length",), "must not be set: leave it out."),
         (("trainer.auto_find_batch_size=true",), "the run sets it: give `micro_batch_size` instead."),
         (("trainer.bf16='false'",), "`trainer.bf16` of the recipe is 'false', but must be true or false."),
         (("trainer.bf16=none",), "`trainer.bf16` of the recipe is 'none', but must be true or false."),
-        (("trainer.bf16_full_eval=true",), "the run sets it: leave it out."),
+        (("trainer.bf16_full_eval=true",), "must not be set: leave it out."),
         (("trainer.parallelism_config={tp_size: 2}",), "the run sets it: give `distributed` instead."),
         (("trainer.label_smoothing_factor=1.5",), "is 1.5, but must be at least 0 and below 1."),
         (("trainer.label_smoothing_factor=much",), "is 'much', but must be a number."),
@@ -138,7 +141,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
             "`trainer.log_level` of the recipe is 'chatty', but must be one of detail, debug",
         ),
         (("trainer.include_num_input_tokens_seen=bad",), "is 'bad', but must be true, false, all, non_padding or no."),
-        (("trainer.torch_compile_mode=nosuch",), "is 'nosuch', but must be one of default, reduce-overhead, "),
+        (("trainer.torch_compile_mode=nosuch",), "is 'nosuch', but must be one of default, "),
         (("trainer.torch_compile_backend=nosuch",), "is 'nosuch', but must be one of "),
         (
             ("trainer.activation_checkpointing_kwargs={reentrant: 3}",),
@@ -209,12 +212,7 @@ def test_values_of_the_trainer_are_read_as_its_fields_take_them():
         ({"fp16": True}, "`trainer.fp16` of the recipe has no effect on a CPU: leave it out, or use `trainer.bf16`."),
         (
             {"fsdp": "full_shard"},
-            "divides the model among processes, but this run has one: start it by `accelerate launch`",
-        ),
-        ({"ddp_static_graph": True}, "does not work with accumulated gradients, of 4 batches here"),
-        (
-            {"ddp_find_unused_parameters": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-            "does not work with reentrant checkpointing",
+            "divides the model among processes, but this run was not launched as several: start it by `accelerate",
         ),
         *(
             (
@@ -237,6 +235,38 @@ def test_a_field_of_the_trainer_that_does_not_work_with_the_run_is_refused(train
         arguments.prepare_arguments(recipe, PartialState(cpu=True), None)
 
 
+def test_fields_of_the_trainer_that_change_no_rows_are_accepted():
+    trainer = {
+        "accelerator_config": {"dispatch_batches": False, "gradient_accumulation_kwargs": {"sync_each_batch": True}},
+        "activation_checkpointing_kwargs": {"every_n_layers": 2, "use_reentrant": False},
+        "ddp_static_graph": True,  # without effect in one process
+        "torch_compile_backend": "INDUCTOR",
+        "label_smoothing_factor": 0.1,
+    }
+    recipe = Recipe("m", ("a",), "o", steps=1, trainer=trainer)
+    assert arguments.prepare_arguments(recipe, PartialState(cpu=True), None).activation_checkpointing_kwargs
+    with pytest.raises(ValueError, match="_num_workers` of the recipe is None, but must be a whole number"):
+        Recipe("m", ("a",), "o", steps=1, trainer={"dataloader_num_workers": None})
+
+
+@pytest.mark.parametrize(
+    "trainer, message",
+    [
+        ({"ddp_static_graph": True}, "does not work with accumulated gradients, of 2 batches here"),
+        (
+            {"ddp_find_unused_parameters": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            "does not work with reentrant checkpointing: leave it out",
+        ),
+    ],
+)
+def test_settings_of_ddp_that_fail_in_the_backward_pass_are_refused(trainer, message):
+    recipe = Recipe("m", ("a",), "o", steps=1, trainer=trainer)
+    # Of accelerate, in a run of two processes.
+    state = SimpleNamespace(num_processes=2, device=torch.device("cpu"), distributed_type=DistributedType.MULTI_CPU)
+    with pytest.raises(ValueError, match=message):
+        arguments.prepare_arguments(recipe, state, None)
+
+
 def test_a_stream_is_read_by_each_process_also_with_other_settings_of_accelerate():
     trainer = {"accelerator_config": {"non_blocking": True}}
     recipe = Recipe("m", ("a",), "o", steps=1, streaming=True, trainer=trainer)
@@ -244,7 +274,7 @@ def test_a_stream_is_read_by_each_process_also_with_other_settings_of_accelerate
     assert (settings.non_blocking, settings.dispatch_batches) == (True, False)
 
 
-def test_a_tilde_is_the_home_directory_in_every_path_and_nowhere_else(monkeypatch):
+def test_a_tilde_is_the_home_directory_in_names_of_models_data_and_out(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     changes = ("model=~/m", "out=~/o", "train=[~/a.txt, b.txt]", "held_out=~/c.txt", "tokenizer=~/t", "column='~/x'")
     recipe = read_recipe("finetune", changes)
