@@ -83,7 +83,7 @@ def comparison_data(
     num_documents = len(data.documents.unique())
     if len(blocks) < least or num_documents < 2:
         raise ValueError(
-            f"the text gives {len(blocks)} blocks of {length} tokens to train on, and held-out blocks of "
+            f"the text gives {len(blocks)} sequences of {length} tokens to train on, and held-out sequences of "
             f"{num_documents} documents, but the demo needs at least {least} and 2. Give a longer --text, of more "
             "documents: these end at empty lines, or at lines that hold only <|endoftext|>."
         )

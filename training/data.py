@@ -87,7 +87,7 @@ def load_blocks(
             or the tokenizer has no end-of-text token.
     """
     if length < 2:
-        raise ValueError(f"`length` is {length}, but a block needs at least 2 tokens.")
+        raise ValueError(f"`length` is {length}, but a sequence needs at least 2 tokens.")
     encoder = Encoder(tokenizer, encode)
     documents = Documents(spec, whole_rows=encode is not None)
     if spec.streaming:
@@ -271,9 +271,11 @@ def _describe_no_block(name: str, documents: int, tokens: int, length: int, skip
     """Return the error message for data that gives no block."""
     verb = "is" if documents == 1 else "are"
     problem = (
-        f"{name}: {counted(documents, 'document')} with {counted(tokens, 'token')} {verb} too few for one block of "
+        f"{name}: {counted(documents, 'document')} with {counted(tokens, 'token')} {verb} too few for one sequence of "
         f"{length}."
     )
     if tokens >= length:
-        problem = f"{name}: no block of {length} tokens holds a token of the assistant's part. Give a larger `length`."
+        problem = (
+            f"{name}: no sequence of {length} tokens holds a token of the assistant's part. Give a larger `length`."
+        )
     return f"{problem} {skipped}" if skipped else problem

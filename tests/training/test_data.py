@@ -39,7 +39,7 @@ def test_the_blocks_are_the_documents_in_shuffled_order_each_with_its_end(tokeni
         shuffled = [texts[number] for number in data._order(seed, 0, len(texts))]
         in_stream_order = cut(stream_of(shuffled, tokenizer), length)
         if not in_stream_order:
-            with pytest.raises(ValueError, match=r"(1 document .* is|documents .* are) too few for one block"):
+            with pytest.raises(ValueError, match=r"(1 document .* is|documents .* are) too few for one sequence"):
                 load(path, tokenizer, length, seed=seed, cache=folder)
             return
         blocks = rows(load(path, tokenizer, length, seed=seed, cache=folder))
@@ -261,10 +261,10 @@ def test_an_error_of_all_the_data_shows_before_training(tokenizer, streaming):
     write("a.jsonl", some_texts(3))
     with pytest.raises(ValueError, match=r"^a.jsonl:1 has no column `body`; it has `text`.$"):
         load("a.jsonl", tokenizer, column="body", streaming=streaming)
-    with pytest.raises(ValueError, match=r"^`length` is 1, but a block needs at least 2 tokens.$"):
+    with pytest.raises(ValueError, match=r"^`length` is 1, but a sequence needs at least 2 tokens.$"):
         load("a.jsonl", tokenizer, 1, streaming=streaming)
-    message = "^a.jsonl: 0 documents with 0 tokens are too few for one block of 16. Skipped 3 rows, the first because: "
-    with pytest.raises(ValueError, match=f"{message}a.jsonl:1 has no column `body`; it has `text`.$"):
+    message = "^a.jsonl: 0 documents with 0 tokens are too few for one sequence of 16. Skipped 3 rows, the first"
+    with pytest.raises(ValueError, match=f"{message} because: a.jsonl:1 has no column `body`; it has `text`.$"):
         load("a.jsonl", tokenizer, column="body", bad_rows="skip", streaming=streaming)
 
 
@@ -272,7 +272,7 @@ def test_an_error_of_all_the_data_shows_before_training(tokenizer, streaming):
 def test_too_little_text_for_one_block_is_an_error(tokenizer, streaming):
     write("a.jsonl", ["one", "two"])
     tokens = len(stream_of(["one", "two"], tokenizer))
-    message = f"^a.jsonl: 2 documents with {tokens} tokens are too few for one block of {tokens + 1}.$"
+    message = f"^a.jsonl: 2 documents with {tokens} tokens are too few for one sequence of {tokens + 1}.$"
     with pytest.raises(ValueError, match=message):
         rows(load("a.jsonl", tokenizer, tokens + 1, streaming=streaming))
     assert len(rows(load("a.jsonl", tokenizer, tokens, streaming=streaming))) == 1
