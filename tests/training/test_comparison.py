@@ -29,7 +29,7 @@ def test_held_out_blocks_are_from_many_documents_and_have_their_numbers(tokenize
 
 
 def test_too_little_text_is_refused(tokenizer):
-    with pytest.raises(ValueError, match=r"blocks of 0 documents.*longer --text"):
+    with pytest.raises(ValueError, match=r"sequences of 0 documents.*longer --text"):
         comparison_data([document(500)], [], tokenizer, length=16, least=1)
     with pytest.raises(ValueError, match="gives 0 sequences of 16 tokens to train on"):
         comparison_data([], [document(99)] * 3, tokenizer, length=16, least=1)
