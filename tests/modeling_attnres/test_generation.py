@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._pytree import tree_leaves
-from transformers import GenerationConfig, PreTrainedTokenizerFast, StaticCache, pipeline
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast, StaticCache, pipeline
 
 from attnres import AttnResForCausalLM
 
@@ -226,14 +226,15 @@ def test_text_generation_pipeline_continues_a_batch_of_texts(model, generate, to
         assert continuation["generated_text"].split() == tokenizer.decode(expected, skip_special_tokens=True).split()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama", "gemma3_text"])
 def test_continuous_batching_generates_what_each_prompt_alone_does(backbones, case):
     """Its passes hold tokens of several requests in one row, beside a paged cache."""
     model, generator = backbones.build_member(case), torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 90, (length,), generator=generator).tolist() for length in (3, 9, 1, 17)]
     options = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=98, pad_token_id=0)
-    found = model.generate_batch(prompts, generation_config=options)
+    # By default the paged cache takes most of the free memory.
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    found = model.generate_batch(prompts, generation_config=options, continuous_batching_config=small)
     expected = [model.generate(torch.tensor([prompt]), options)[0, len(prompt) :].tolist() for prompt in prompts]
     assert [
         found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.rpartition("_")[2]))
