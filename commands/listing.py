@@ -39,7 +39,7 @@ NOTES = {
     Listed.connections: (
         "exact: whether a retrofit keeps the model's function. state: in tensors [batch, seq, hidden].",
         "step: time of a training step over the standard model's (Llama, d = 512, on a CPU).",
-        "lower (n of m): m experiments here trained it, and in n of them every seed ended with a lower loss than",
+        "lower (n of m): in n of m experiments here with it, every seed ended with a lower loss than",
         "the standard model at equal tokens. used by: architectures or recipes. -: none or unknown.",
     )
 }

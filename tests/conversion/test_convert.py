@@ -156,7 +156,7 @@ def test_a_note_says_where_the_blocks_differ_from_the_request(whole, tmp_path, o
 def test_a_retrofit_is_not_retrofitted_and_the_error_names_the_options_that_change_it(whole, tmp_path):
     convert_well(whole, tmp_path / "one", "--no-verify")
     error = convert(tmp_path / "one", tmp_path / "two", "--block-size", "3").error
-    assert f"{tmp_path / 'one'} has residual_connection='attn_res' already" in error
+    assert f"the model, loaded from {tmp_path / 'one'}, has residual_connection='attn_res' already" in error
     assert "--set-block-size S regroups its blocks, and --to standard undoes an untrained retrofit." in error
 
 

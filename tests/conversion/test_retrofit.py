@@ -219,7 +219,9 @@ def test_a_model_that_has_attention_residuals_is_refused(tiny_model):
 
 def test_the_directory_of_a_model_that_has_attention_residuals_is_named(tiny_model, tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=f"^{tmp_path}/model has residual_connection='attn_res' already"):
+    with pytest.raises(
+        ValueError, match=f"^the model, loaded from {tmp_path}/model, has residual_connection='attn_res' already"
+    ):
         retrofit(tmp_path / "model")
 
 
