@@ -87,10 +87,10 @@ def inspect(
         return
     if compare is None and compare_revision is not None:
         raise typer.BadParameter("--compare-revision needs --compare.")
-    for source in filter(None, (model, compare)):
-        check_source(source)
+    check_source(model)
     check_revision(model, revision)
     if compare is not None:
+        check_source(compare)
         check_revision(compare, compare_revision, "--compare-revision")
     if tokenizer is not None:
         check_source(tokenizer, is_tokenizer=True)

@@ -96,10 +96,10 @@ def plan(
             f"--batch-tokens must be a multiple of --context ({context:,}), got {tokens:,}: "
             f"{max(1, tokens // context) * context:,} is one."
         )
-    is_directory, is_named = Path(config).is_dir(), config in configuration_names()
-    if not is_named:
-        check_source(config, configuration_names())
-    check_revision(config, revision, named=configuration_names())
+    is_directory, named = Path(config).is_dir(), configuration_names()
+    if config not in named:
+        check_source(config, named)
+    check_revision(config, revision, named=named)
     if is_directory and not (Path(config) / "config.json").is_file():
         raise typer.BadParameter(f"{config} holds no config.json: give the directory of a model.")
     with loading():

@@ -71,7 +71,7 @@ def run_plan(
     console = Console(width=max(180, Console().width))
     printed = found.fitting[:shown]
     console.print(plan_table(printed, job.training))
-    missing = {missing_engine(plan.layout, job.training): None for plan in printed}  # in the order of the table
+    missing = dict.fromkeys(missing_engine(plan.layout, job.training) for plan in printed)  # in the order of the table
     for reason in filter(None, missing):
         console.print(f"Does not run here: {reason}.", highlight=False)
     console.print(

@@ -4,7 +4,6 @@ This file works on configurations and on models without weights. Both ways of re
 (`retrofit.py`) and from directory to directory (`convert.py`).
 """
 
-from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -121,9 +120,7 @@ def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
     Raises:
         ValueError: The connection does not exist.
     """
-    connection = _connection(residual)
-    parameters = signature(connection.plan_retrofit).parameters.values()
-    return [*connection.options, *(option.name for option in parameters if option.default is not option.empty)]
+    return _connection(residual).retrofit_options()
 
 
 def retrofit_fields(residual: str = DEFAULT_CONNECTION) -> list[str]:

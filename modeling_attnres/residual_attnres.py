@@ -142,6 +142,12 @@ class ResidualConnection(nn.Module):
         return cls.name
 
     @classmethod
+    def retrofit_options(cls) -> list[str]:
+        """Return the names of the options of `plan_retrofit`, such as `block_size`."""
+        parameters = signature(cls.plan_retrofit).parameters.values()
+        return [*cls.options, *(option.name for option in parameters if option.default is not option.empty)]
+
+    @classmethod
     def plan_retrofit(cls, config: PreTrainedConfig, **options: Any) -> None:
         """Set the configuration fields for a retrofit, which keeps the function of a standard decoder.
 
@@ -156,11 +162,10 @@ class ResidualConnection(nn.Module):
             raise ValueError(f"no model can be retrofitted with {cls.name!r}: it never equals the standard residual.")
         chosen = {o: v for o, v in options.items() if o in cls.fields or (v is not None and v is not False)}
         for option in chosen.keys() - cls.options.keys() - cls.fields.keys():
-            arguments = signature(cls.plan_retrofit).parameters.values()
-            known = [*(a.name for a in arguments if a.default is not a.empty), *cls.options, *cls.fields]
+            known = ", ".join([*cls.retrofit_options(), *cls.fields])
             raise ValueError(
-                f"`{option}` ({chosen[option]!r}) is no option of the residual connection {cls.name!r}, which has "
-                f"{', '.join(known) or 'none'}."
+                f"`{option}` ({chosen[option]!r}) is no option of the residual connection {cls.name!r}. "
+                f"Its options: {known or 'none'}."
             )
         for field, value in (cls.retrofit | {cls.options.get(name, name): chosen[name] for name in chosen}).items():
             setattr(config, field, value)

@@ -15,6 +15,7 @@ from attnres.utils.wording import counted
 
 from .pipeline_settings import count_replicas, read_settings
 from .recipe import Recipe
+from .trainer_fields import CHECKPOINTING
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -119,9 +120,7 @@ def _check_for_processes(recipe: Recipe, state: PartialState, accumulated: int) 
 
 def _check_checkpointing(arguments: TrainingArguments, state: PartialState) -> None:
     """Raise ValueError if recomputation does not work with the settings of DDP."""
-    # The second name is that of older versions.
-    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    options = next(filter(None, (getattr(arguments, name, None) for name in names)), {})
+    options = next(filter(None, (getattr(arguments, name, None) for name in CHECKPOINTING)), {})
     if arguments.ddp_find_unused_parameters and state.num_processes > 1 and options.get("use_reentrant"):
         raise ValueError(
             "`trainer.ddp_find_unused_parameters` of the recipe does not work with reentrant checkpointing: leave it "

@@ -48,9 +48,8 @@ DECIDED_BY_RUN = {
 }
 # Fields that YAML reads as `false` where they are `no`.
 _STRATEGIES = ("eval_strategy", "logging_strategy")
-_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 # The names, in newer and older versions, of the options of recomputation.
-_CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 # Field -> the check of its value, and the allowed values as the error message names them.
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dataloader_num_workers": (lambda value: isinstance(value, int) and value >= 0, "a whole number, at least 0"),
@@ -58,9 +57,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eval_steps": (lambda value: value > 0, "above 0"),
     "label_smoothing_factor": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
     "neftune_noise_alpha": (lambda value: value > 0, "above 0"),
-    **dict.fromkeys(("log_level", "log_level_replica"), (_LOG_LEVELS.__contains__, f"one of {', '.join(_LOG_LEVELS)}")),
     "include_num_input_tokens_seen": (
-        lambda value: value in (True, False, "all", "non_padding", "no"),
+        lambda value: value in (True, False, None, "all", "non_padding", "no"),
         "true, false, all, non_padding or no",
     ),
 }
@@ -116,19 +114,19 @@ def check_trainer_fields(values: dict[str, Any]) -> None:
     from transformers import TrainingArguments
 
     check_keys("trainer", values, options_of(TrainingArguments))
-    switches = {item.name for item in fields(TrainingArguments) if item.type in (bool, bool | None)}
+    types = {item.name: item.type for item in fields(TrainingArguments)}
     for key, value in values.items():
         # As text, "false" would count as true.
-        if key in switches and not isinstance(value, bool | None):
+        if types.get(key) in (bool, bool | None) and not isinstance(value, bool | None):
             raise _wrong(key, value, "true or false")
-        is_left_out = value is None and key != "dataloader_num_workers"
+        is_left_out = value is None and NoneType in get_args(types.get(key))
         if key in _ALLOWED and not is_left_out and not _is_allowed(key, value):
             raise _wrong(key, value, _ALLOWED[key][1])
         if key in _NEEDS and value and not values.get(_NEEDS[key]):
             raise ValueError(
                 f"`trainer.{key}` of the recipe has no effect without `trainer.{_NEEDS[key]}`: give both or neither."
             )
-    _check_names_in_torch(values)
+    _check_names_in_libraries(values)
 
 
 def _is_allowed(key: str, value: Any) -> bool:
@@ -138,8 +136,13 @@ def _is_allowed(key: str, value: Any) -> bool:
         return False
 
 
-def _check_names_in_torch(values: dict[str, Any]) -> None:
-    """Raise ValueError if a field names a compiler, a mode or an option that PyTorch does not have."""
+def _check_names_in_libraries(values: dict[str, Any]) -> None:
+    """Raise ValueError if a field names a level of the log, a compiler, a mode or an option that a library lacks."""
+    for name in {"log_level", "log_level_replica"} & values.keys():
+        from transformers.training_args import trainer_log_levels
+
+        if values[name] not in [*trainer_log_levels]:
+            raise _wrong(name, values[name], f"one of {', '.join(trainer_log_levels)}")
     backend, mode = values.get("torch_compile_backend"), values.get("torch_compile_mode")
     if backend is not None:
         from accelerate.utils import DynamoBackend
@@ -154,7 +157,7 @@ def _check_names_in_torch(values: dict[str, Any]) -> None:
 
         if mode not in (modes := list_mode_options()):
             raise _wrong("torch_compile_mode", mode, f"one of {', '.join(modes)}")
-    for name in _CHECKPOINTING:
+    for name in CHECKPOINTING:
         if isinstance(values.get(name), dict):
             from torch.utils.checkpoint import checkpoint
             from transformers import PreTrainedModel
@@ -166,11 +169,11 @@ def _check_names_in_torch(values: dict[str, Any]) -> None:
             )
             known = {"preserve_rng_state", *options_of(enable), *options_of(checkpoint)}
             # YAML cannot give the function `context_fn`.
-            check_keys(f"trainer.{name}", values[name], sorted(known - {"context_fn", *_CHECKPOINTING}))
+            check_keys(f"trainer.{name}", values[name], sorted(known - {"context_fn", *CHECKPOINTING}))
 
 
 def _wrong(key: str, value: Any, allowed: str) -> ValueError:
     return ValueError(f"`trainer.{key}` of the recipe is {value!r}, but must be {allowed}.")
 
 
-__all__ = ["DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields"]
+__all__ = ["CHECKPOINTING", "DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields"]

@@ -74,10 +74,13 @@ def test_a_class_is_named_after_that_of_its_backbone():
         ("AttnResLLamaForCausalLM", " Did you mean `AttnResLlamaForCausalLM`?"),
         ("ad_backbone", " Did you mean `add_backbone`?"),
         ("retrofit", " It is in another module: `from attnres.conversion import retrofit`."),
+        ("conversion", " It is a module: `import attnres.conversion` first."),
+        ("conversion.retrofit", ""),
         ("_anything", ""),
     ],
 )
-def test_an_unknown_name_of_the_package_gets_the_place_or_a_similar_name(name, remedy):
+def test_an_unknown_name_of_the_package_gets_the_place_or_a_similar_name(name, remedy, monkeypatch):
+    monkeypatch.delattr(attnres, name, raising=False)  # another test may have imported the module
     with pytest.raises(AttributeError) as caught:
         getattr(attnres, name)
     assert str(caught.value) == f"module 'attnres' has no attribute {name!r}.{remedy}"

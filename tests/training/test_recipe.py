@@ -274,12 +274,12 @@ def test_a_stream_is_read_by_each_process_also_with_other_settings_of_accelerate
     assert (settings.non_blocking, settings.dispatch_batches) == (True, False)
 
 
-def test_a_tilde_is_the_home_directory_in_names_of_models_data_and_out(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+def test_a_tilde_is_the_home_directory_in_names_of_models_data_and_out(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     changes = ("model=~/m", "out=~/o", "train=[~/a.txt, b.txt]", "held_out=~/c.txt", "tokenizer=~/t", "column='~/x'")
     recipe = read_recipe("finetune", changes)
-    assert (recipe.model, recipe.out, recipe.tokenizer) == ("/home/me/m", "/home/me/o", "/home/me/t")
-    assert (recipe.train, recipe.held_out) == (("/home/me/a.txt", "b.txt"), ("/home/me/c.txt",))
+    assert (recipe.model, recipe.out, recipe.tokenizer) == (f"{tmp_path}/m", f"{tmp_path}/o", f"{tmp_path}/t")
+    assert (recipe.train, recipe.held_out) == ((f"{tmp_path}/a.txt", "b.txt"), (f"{tmp_path}/c.txt",))
     assert recipe.column == "~/x"
 
 
