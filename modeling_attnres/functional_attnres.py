@@ -130,10 +130,12 @@ def attend_directly(
     Raises:
         ValueError: the implementation is unknown.
     """
-    if implementation not in DEPTH_ATTENTION:
+    try:  # which takes half the time of asking first
+        direct = getattr(DEPTH_ATTENTION[implementation], "direct", None)
+    except KeyError:
         known = ", ".join(DEPTH_ATTENTION)
-        raise ValueError(f"{implementation!r} is not an implementation of depth attention: use one of {known}.")
-    direct = getattr(DEPTH_ATTENTION[implementation], "direct", None)
+        message = f"{implementation!r} is not an implementation of depth attention: use one of {known}."
+        raise ValueError(message) from None
     if direct is None or key_norm_weight is None:
         return None
     return direct(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads)

@@ -19,6 +19,8 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
+from ..machine_code import usual_parents, writable_folder
+
 _HERE = Path(__file__).parent
 _DIGEST = hashlib.sha256().digest_size
 
@@ -68,19 +70,9 @@ def folder() -> Path:
     Raises:
         OSError: no folder can be written to.
     """
-    if numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR
-        parents = [Path(numba.config.CACHE_DIR)]
-    else:
-        parents = [_user_cache() / "attnres", _HERE / "__pycache__"]
-    for parent in parents:
-        path = parent / f"attnres-{sources_digest()[:32]}"
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=path).close()
-        except OSError:
-            continue
-        return path
-    raise OSError("no folder for compiled loops can be written to")
+    chosen = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
+    parents = [Path(chosen)] if chosen else usual_parents(__file__)
+    return writable_folder(f"attnres-{sources_digest()[:32]}", parents)
 
 
 def sources_digest() -> str:
@@ -89,10 +81,6 @@ def sources_digest() -> str:
     for path in sorted(_HERE.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
 __all__ = ["MachineCode", "folder", "sources_digest"]

@@ -1,16 +1,15 @@
-"""The direct path of a read: one pass of checks, few allocations, and launches without Triton's binder.
+"""The direct path of a read: checks and allocations in C++, and launches without Triton's binder.
 
 Where tensors are small, a GPU waits for its host (`python -m benchmarks --only host`). So all that depends on shapes
-alone is kept on a [`ReadPlan`], and kernels that Triton has compiled are launched themselves. For tensors that need
-more, such as a cast, a copy or another alignment, [`attend`] returns `None`. The general path, of `implementation`,
-takes these and has the error messages.
+alone is kept on a [`ReadPlan`], `host.cpp` does the rest of the host's work, and kernels that Triton has compiled are
+launched themselves. For tensors that need more, such as a cast, a copy or another alignment, [`attend`] returns `None`.
+The general path, of `implementation`, takes these and has the error messages.
 """
 
 import functools
-import operator
+import threading
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,40 +17,20 @@ from torch import Tensor
 from ..autograd import (
     BackwardRequest,
     FollowingNorm,
-    apply_untransformed,
+    depth_attention_in_operations,
     differentiable_grads,
     norm_grads_in_operations,
-    sources_for_later_reads,
+    rms_norm_in_operations,
 )
 from ..compat import why_operations_are_observed
 from ..inference_plan import Read
-from ..tensors import PLAIN, packed
+from ..tensors import packed
 from ..training_plan import TrainingPlan, make_training_plan
-from . import implementation, launch
+from . import host, implementation, launch
 
-_BYTES = 16  # Triton compiles a kernel for pointers that are multiples of it, and another for the rest
+_BYTES = 16  # see `kBytes` of `host.cpp`
 _MOST_PLANS = 1024  # of lengths that differ in every step
 _ROWS, _COLUMNS, _WARPS = 512, 16, 8  # of a tile of the kernel that sums the parts of gradients
-_PLAIN = frozenset(PLAIN)
-_kind = operator.attrgetter("dtype", "shape", "device")
-
-
-class Call(NamedTuple):
-    """The arguments of a read that are no tensors.
-
-    Args:
-        plan: the plan of its shapes.
-        eps: epsilon of the key norm.
-        is_sum: whether the result is multiplied by n.
-        fuse_later_grads: see [`Implementation`].
-        norm_eps: epsilon of the following norm.
-    """
-
-    plan: "ReadPlan"
-    eps: float
-    is_sum: bool
-    fuse_later_grads: bool
-    norm_eps: float
 
 
 class Launcher:
@@ -121,15 +100,13 @@ class ReadPlan:
         has_norm: bool = False,
     ):
         width, tokens, padded = shape[-1], shape.numel() // shape[-1], launch.padded_number(count)
-        self.count, self.shape, self.dtype, self.device, self.tokens = count, shape, dtype, device, tokens
+        self.count, self.tokens, self.padding, self.has_norm = count, tokens, padded - count, has_norm
         self.source_kind = dtype, shape, device
-        weight_kinds = [(query_dtype, query_shape, device), (norm_dtype, shape[-1:], device)]
+        self.weight_kinds = [(query_dtype, query_shape, device), (norm_dtype, shape[-1:], device)]
         if has_norm:
-            weight_kinds.append((dtype, shape[-1:], device))
-        self.input_kinds = weight_kinds + [self.source_kind] * count
-        self.padding = padded - count
-        self.weights_shape = (count, *shape[:-1])  # and of scratch of the backward kernel
-        self.statistics_shape = (3, *self.weights_shape)  # weights, logits and 1 / RMS
+            self.weight_kinds.append((dtype, shape[-1:], device))
+        self.scratch_shape = (count, *shape[:-1])  # of the backward kernel
+        self.statistics_shape = (3, *self.scratch_shape)  # weights, logits and 1 / RMS
         self.grads_shape = (count, *shape)
         self.programs = launch.backward_programs(tokens, width)
         # Gradients of the query, and of the following norm's weight, in parts.
@@ -137,7 +114,7 @@ class ReadPlan:
         # Whether every part of an allocation that is divided begins at a multiple of 16 bytes.
         self.is_aligned = not any(size % _BYTES for size in (4 * count * tokens, dtype.itemsize * tokens * width))
         tile = launch.tile_of(width)
-        self._num_warps = tile.pop("num_warps")
+        self._num_warps, self._device = tile.pop("num_warps"), device
         self._constants = launch.sizes(padded, width) | tile | {"HAS_KEY_NORM": True, "HAS_NORM": has_norm}
         flags = {"HAS_PHASE": False, "KEEPS_STATISTICS": True}
         self.forward = self._launcher(launch.kernels().forward_kernel, -(-tokens // tile["TOKENS"]), flags)
@@ -154,30 +131,13 @@ class ReadPlan:
         return self._backward[key]
 
     def _launcher(self, kernel, programs: int, flags: dict[str, bool]) -> Launcher:
-        return Launcher(kernel, programs, self._constants | flags, self._num_warps, self.device)
+        return Launcher(kernel, programs, self._constants | flags, self._num_warps, self._device)
 
 
-def are_ready(tensors: Sequence[Tensor], kinds: list[tuple[torch.dtype, torch.Size, torch.device]]) -> bool:
-    """Return whether kernels take all tensors as they are, at addresses for which Triton compiled them.
-
-    Args:
-        tensors: the tensors.
-        kinds: dtype, shape and device that each must have.
-    """
-    # By built-in functions over all tensors: statements for each take twice as long.
-    if not _PLAIN.issuperset(map(type, tensors)) or [*map(_kind, tensors)] != kinds:
-        return False
-    if not all(map(Tensor.is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):
-        return False
-    addresses = [*map(Tensor.data_ptr, tensors)]
-    # A tensor whose memory was freed is at 0.
-    return all(addresses) and not functools.reduce(operator.or_, addresses) % _BYTES
+_plans: dict[tuple, object] = {}  # plans in C++, by the arguments of `ReadPlan`
 
 
-_plans: dict[tuple, ReadPlan] = {}
-
-
-def _plan(key: tuple) -> ReadPlan | None:
+def _plan(key: tuple) -> object | None:
     """Make and keep a plan by the arguments of [`ReadPlan`]; return `None` if the direct path takes no such tensors."""
     _, shape, dtype, device, query_shape, query_dtype, norm_dtype, _ = key
     if not {dtype, query_dtype, norm_dtype} <= {*launch.DTYPES} or not shape or not shape.numel():
@@ -191,36 +151,51 @@ def _plan(key: tuple) -> ReadPlan | None:
         return None
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
-    _plans[key] = plan
-    return plan
+    _plans[key] = host.load().ReadPlan(plan, _general_backward)
+    return _plans[key]
 
 
 @functools.cache
-@torch.no_grad()
 def is_right_on(device: torch.device) -> bool:
-    """Return whether launches without the binder compute the same bits as launches by Triton; warn if not.
+    """Return whether the direct path computes on a device what the general path does; warn if not.
 
     The first call in a process makes a small read twice, forward and backward. How compiled kernels are called is no
     promise of Triton, so a new release may change it.
     """
-    try:
-        values = torch.linspace(-1, 1, 4 * 32, dtype=torch.float32, device=device).view(4, 2, 16)
-        sources, query, weight = [*values[:3]], values[3, 0], values[3, 1] + 2
-        kind = values.shape[1:], values.dtype, device, query.shape, query.dtype, query.dtype
-        call = Call(ReadPlan(3, *kind, has_norm=True), 1e-6, True, True, 1e-6)
-        seen = []
-        for _ in ("by Triton", "without its binder"):
-            outputs = _forward(call, query, weight, weight, sources)
-            saved = query, weight, weight, *outputs[1:], *sources
-            grads = _backward(call, outputs[0], None, [], saved, True)
-            seen.append([*outputs, *grads[:3], *grads[3]])
-        if all(map(torch.equal, *seen)):
-            return True
-        reason = "compute other numbers"
-    except Exception as error:
-        reason = f"fail ({error})"
-    warnings.warn(f"Launches without Triton's binder {reason} on {device}. Triton makes all launches.", stacklevel=2)
+    if host.load() is None:
+        return False
+    reasons = []
+    # In a thread of its own, where no context of the caller, such as a checkpoint's, sees the tensors.
+    trial = threading.Thread(target=lambda: reasons.append(_try_on(device)))
+    trial.start()
+    trial.join()
+    if reasons == [None]:
+        return True
+    warnings.warn(f"The direct path of a read {reasons[0]} on {device}. The general path is taken.", stacklevel=2)
     return False
+
+
+def _try_on(device: torch.device) -> str | None:
+    """Return why the direct path does not run on a device, or `None` if its results are right."""
+    try:
+        values = torch.linspace(-1, 1, 7 * 16, dtype=torch.float32, device=device).view(7, 16)
+        values[3:6] += 2
+        sources, (query, key_norm_weight, norm_weight), grad = [*values[:3].split(1)], values[3:6], values[6:]
+        kind = grad.shape, grad.dtype, device, query.shape, query.dtype, key_norm_weight.dtype
+        plan = host.load().ReadPlan(ReadPlan(3, *kind, has_norm=True), _general_backward)
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key_norm_weight, norm_weight, *sources)]
+        query, key_norm_weight, norm_weight, *sources = leaves
+        result, _ = depth_attention_in_operations(query * key_norm_weight, sources, 1e-6, True)
+        result = rms_norm_in_operations(result, FollowingNorm(norm_weight, 1e-6))
+        right = [result, *torch.autograd.grad(result, leaves, grad)]
+        for _ in ("by Triton", "without its binder"):
+            result, _, _ = plan.attend((query, key_norm_weight, norm_weight), sources, 1e-6, True, True, 1e-6)
+            seen = [result, *torch.autograd.grad(result, leaves, grad)]
+            if not all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in zip(seen, right)):
+                return "computes other numbers"
+        return None
+    except Exception as error:
+        return f"fails ({error})"
 
 
 def attend(
@@ -248,7 +223,7 @@ def attend(
         run.
     """
     first = sources[0]
-    if torch.compiler.is_compiling() or not first.is_cuda or type(first) not in PLAIN:
+    if torch.compiler.is_compiling() or not first.is_cuda:
         return None
     norm_weight, norm_eps = norm or (None, 0.0)
     key = (
@@ -256,75 +231,15 @@ def attend(
         norm_weight is not None,
     )  # fmt: skip
     plan = _plans.get(key) or _plan(key)
+    if plan is None or why_operations_are_observed() is not None:
+        return None
     weights = (query, key_norm_weight) if norm_weight is None else (query, key_norm_weight, norm_weight)
-    if plan is None or not are_ready((*weights, *sources), plan.input_kinds):
-        return None
-    if why_operations_are_observed() is not None:
-        return None
-    call = Call(plan, eps, is_sum, fuse_later_grads, norm_eps)
-    if not torch.is_grad_enabled():
-        result, _, statistics = _forward(call, query, key_norm_weight, norm_weight, sources)
-        return result, statistics[0], sources
-    result, weights, *later = _apply(call, query, key_norm_weight, norm_weight, *sources)
-    return result, weights, tuple(later) or sources
+    return plan.attend(weights, sources, eps, is_sum, fuse_later_grads, norm_eps)
 
 
 def training_plan(reads: Sequence[Read]) -> TrainingPlan | None:
     """Make a plan that reads by the kernels in a pass with gradients; see [`Implementation`]."""
     return make_training_plan(reads, attend) if reads[0][0].weight.is_cuda else None
-
-
-class DirectRead(torch.autograd.Function):
-    """A read whose tensors fit its plan. It saves its inputs, statistics, and a norm's input."""
-
-    @staticmethod
-    def forward(
-        ctx, call: Call, query: Tensor, key_norm_weight: Tensor, norm_weight: Tensor | None, *sources: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the result and the weights, and with `fuse_later_grads` the sources too."""
-        ctx.call = call  # one argument, because autograd unwraps each
-        result, hidden, statistics = _forward(call, query, key_norm_weight, norm_weight, sources)
-        ctx.save_for_backward(query, key_norm_weight, norm_weight, hidden, statistics, *sources)
-        ctx.set_materialize_grads(False)  # missing gradients are `None`, not tensors of zeros
-        if not call.fuse_later_grads:
-            return result, statistics[0]
-        return result, statistics[0], *sources_for_later_reads(ctx, sources, ctx.needs_input_grad[4:])
-
-    @staticmethod
-    def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
-        """Return the gradients of the query, the key norm's weight, the following norm's weight and the sources."""
-        saved = query, key_norm_weight, norm_weight, _, _, *sources = ctx.saved_tensors
-        _, needs_query, needs_key_norm, needs_norm, *needs_sources = ctx.needs_input_grad
-        call = ctx.call
-        if grad is None:
-            grad = torch.zeros_like(sources[0])
-        elif grad.is_sparse:
-            grad = grad.to_dense()
-        is_compiled = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not is_compiled:
-            request = BackwardRequest(
-                grad, grad_weights, later_grads or [None] * len(sources), _folded(query, key_norm_weight),
-                sources, (), call.eps, call.is_sum, needs_query or needs_key_norm, needs_sources,
-            )  # fmt: skip
-            norm = None if norm_weight is None else FollowingNorm(norm_weight, call.norm_eps)
-            grad_folded, grad_sources, grad_norm = differentiable_grads(request, norm)
-            grad_query, grad_key_norm = _unfolded(grad_folded, query, key_norm_weight)
-        else:
-            grad_query, grad_key_norm, grad_norm, grad_sources = _backward(
-                call, grad, grad_weights, later_grads, saved, any(needs_sources), is_direct=not is_compiled
-            )
-            if not all(needs_sources):
-                grad_sources = [grad if is_needed else None for grad, is_needed in zip(grad_sources, needs_sources)]
-        return (
-            None,
-            grad_query if needs_query else None,
-            grad_key_norm if needs_key_norm else None,
-            grad_norm if needs_norm else None,
-            *grad_sources,
-        )
-
-
-_apply = apply_untransformed(DirectRead)
 
 
 def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:
@@ -339,74 +254,53 @@ def _unfolded(grad: Tensor | None, query: Tensor, key_norm_weight: Tensor) -> tu
     return grad_query, (grad * query.view(-1)).to(key_norm_weight.dtype)
 
 
-def _forward(
-    call: Call, query: Tensor, key_norm_weight: Tensor, norm_weight: Tensor | None, sources: Sequence[Tensor]
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the result, the input of the norm or `None`, and the statistics of all sources."""
-    plan, first = call.plan, sources[0]
-    result = torch.empty_like(first)
-    hidden = None if norm_weight is None else torch.empty_like(first)
-    statistics = first.new_empty(plan.statistics_shape, dtype=torch.float32)
-    plan.forward(
-        (*sources, *sources[:1] * plan.padding), query, key_norm_weight, None, None, None, norm_weight,
-        result, hidden, statistics,
-        plan.tokens, plan.count, float(plan.count if call.is_sum else 1), call.eps, call.norm_eps,
-    )  # fmt: skip
-    return result, hidden, statistics
-
-
-def _backward(
-    call: Call,
-    grad: Tensor,
-    grad_weights: Tensor | None,
-    later_grads: Sequence[Tensor | None],
+def _general_backward(
+    grads: Sequence[Tensor | None],
     saved: Sequence[Tensor | None],
-    needs_sources: bool,
-    is_direct: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor | None]]:
-    """Return the gradients of the query, of the key norm's weight, of the following norm's weight, and of the sources.
+    needed: Sequence[bool],
+    has_norm: bool,
+    eps: float,
+    is_sum: bool,
+    norm_eps: float,
+) -> list[Tensor | None]:
+    """Return the gradients of a read's inputs, where kernels do not take the tensors as they are.
 
     Args:
-        call: the arguments of the forward pass that are no tensors.
-        grad: gradient of the result.
-        grad_weights: gradient of the weights, or `None`.
-        later_grads: gradients of the sources from later reads, each of which may be `None`; or nothing.
-        saved: the tensors that the forward pass has saved, in that order.
-        needs_sources: whether the sources' gradients are needed. If not, each is `None`.
-        is_direct: whether kernels may be launched without Triton's binder.
+        grads: gradients of the result, of the weights, and with `fuse_later_grads` of the sources from later reads.
+        saved: the query, the key norm's weight, the weight of a following norm if there is one, the sources, the
+            statistics, and the input of the following norm or `None`.
+        needed: for each of the inputs, which are all but the last two of `saved`, whether its gradient is needed.
+        has_norm: whether a norm follows.
+        eps: epsilon of the key norm.
+        is_sum: whether the result was multiplied by n.
+        norm_eps: epsilon of the following norm.
     """
-    plan = call.plan
-    query, key_norm_weight, norm_weight, hidden, statistics, *sources = saved
-    is_ready = is_direct and are_ready((grad, *later_grads), [plan.source_kind] * (1 + len(later_grads)))
-    if not is_ready:
-        grad, later_grads = packed(grad), implementation.all_or_none(later_grads)
-        is_ready = is_direct and are_ready((grad, *later_grads), [plan.source_kind] * (1 + len(later_grads)))
-    if grad_weights is not None:
-        grad_weights = packed(grad_weights)
-        is_ready = is_ready and are_ready([grad_weights], [(torch.float32, plan.weights_shape, plan.device)])
-    if not is_ready:
+    grad, grad_weights, *later_grads = grads
+    query, key_norm_weight, *sources, statistics, hidden = saved
+    norm = FollowingNorm(sources.pop(0), norm_eps) if has_norm else None
+    needs_sources = needed[-len(sources) :]
+    later_grads = later_grads or [None] * len(sources)
+    if grad is None:
+        grad = torch.zeros_like(sources[0])
+    elif grad.is_sparse:
+        grad = grad.to_dense()
+    folded = _folded(query, key_norm_weight)
+    if torch.is_grad_enabled():  # this pass will be differentiated itself
+        request = BackwardRequest(
+            grad, grad_weights, later_grads, folded, sources, (), eps, is_sum, any(needed[:2]), needs_sources
+        )
+        grad_folded, grad_sources, grad_norm = differentiable_grads(request, norm)
+    else:
         grad_norm = None
-        if norm_weight is not None:
-            grad, grad_norm = norm_grads_in_operations(grad, hidden, FollowingNorm(norm_weight, call.norm_eps))
-        partial, grads = launch.backward(
-            grad, grad_weights, later_grads, _folded(query, key_norm_weight), sources, statistics,
-            call.is_sum, needs_sources,
+        if norm is not None:
+            grad, grad_norm = norm_grads_in_operations(grad, hidden, norm)
+        partial, grad_sources = launch.backward(
+            packed(grad), None if grad_weights is None else packed(grad_weights),
+            implementation.all_or_none(later_grads), folded, sources, statistics, is_sum, any(needs_sources),
         )  # fmt: skip
-        return *_unfolded(partial.sum(0), query, key_norm_weight), grad_norm, grads or [None] * len(sources)
-    # To divide one allocation into these two would take longer.
-    contracted = grad.new_empty(plan.weights_shape, dtype=torch.float32)
-    partial = grad.new_empty(plan.partial_shape, dtype=torch.float32)
-    grads = grad.new_empty(plan.grads_shape).unbind() if needs_sources else ()
-    plan.backward(grad_weights is not None, needs_sources, bool(later_grads))(
-        grad, grad_weights, (*sources, *sources[:1] * plan.padding), query, key_norm_weight, hidden, norm_weight,
-        statistics, contracted, partial,
-        (*grads, *grads[:1] * plan.padding) or None, (*later_grads, *later_grads[:1] * plan.padding) or None,
-        plan.tokens, plan.count, float(plan.count if call.is_sum else 1), call.norm_eps,
-    )  # fmt: skip
-    grad_query, grad_key_norm = torch.empty_like(query), torch.empty_like(key_norm_weight)
-    grad_norm = None if norm_weight is None else torch.empty_like(norm_weight)
-    plan.finish(partial, query, key_norm_weight, grad_query, grad_key_norm, grad_norm, plan.programs)
-    return grad_query, grad_key_norm, grad_norm, grads or [None] * plan.count
+        grad_folded = partial.sum(0)
+    grads_of_weights = [*_unfolded(grad_folded, query, key_norm_weight), *([grad_norm] if has_norm else [])]
+    return [*grads_of_weights, *(grad_sources or [None] * len(sources))]
 
 
-__all__ = ["Call", "DirectRead", "Launcher", "ReadPlan", "attend", "is_right_on", "training_plan"]
+__all__ = ["Launcher", "ReadPlan", "attend", "is_right_on", "training_plan"]

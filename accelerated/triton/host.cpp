@@ -1,0 +1,311 @@
+// The host's part of a read on a GPU: checks of its tensors, allocations, and a node of autograd.
+//
+// Where tensors are small, a GPU waits for its host, and this work takes several times as long in Python. The kernels
+// are launched by Python functions, which `direct.py` passes to each `ReadPlan`. It also says which reads come here.
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
+
+namespace py = pybind11;
+
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Shape = std::vector<int64_t>;
+
+// Triton compiles a kernel for pointers that are multiples of it, and another for the rest.
+constexpr uintptr_t kBytes = 16;
+
+// What a kernel requires of a tensor.
+struct Kind {
+  at::ScalarType dtype = at::kFloat;
+  Shape shape;
+  at::Device device = at::kCPU;
+
+  // Whether kernels take the tensor as it is, at an address for which Triton compiled them.
+  bool fits(const Tensor& tensor) const {
+    if (tensor.scalar_type() != dtype || tensor.layout() != at::kStrided || tensor.device() != device ||
+        tensor.sizes() != shape || !tensor.is_contiguous() || tensor.is_neg()) {
+      return false;
+    }
+    const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+    return address != 0 && address % kBytes == 0;  // a tensor whose memory was freed is at 0
+  }
+};
+
+// All that reads of the same shapes share. Its inputs are the query, the key norm's weight, with `has_norm` the weight
+// of the norm that follows, and the sources.
+struct ReadPlan : torch::CustomClassHolder {
+  Kind source;
+  std::vector<Kind> weights;
+  bool has_norm;
+  int64_t tokens, count, padding, programs;
+  Shape statistics_shape, scratch_shape, partial_shape, grads_shape;
+  py::object forward, backward, finish;  // `forward` and `finish` launch, and `backward` returns a function that does
+  py::object general_backward;
+
+  // The last owner may be a node that autograd frees in a thread without Python's lock.
+  ~ReadPlan() override {
+    py::gil_scoped_acquire lock;
+    forward = backward = finish = general_backward = py::object();
+  }
+};
+
+// The arguments of a read that are no tensors.
+struct Call : torch::CustomClassHolder {
+  c10::intrusive_ptr<ReadPlan> plan;
+  double eps, norm_eps;
+  bool is_sum, fuse_later_grads;
+
+  Call(c10::intrusive_ptr<ReadPlan> plan, double eps, bool is_sum, bool fuse_later_grads, double norm_eps)
+      : plan(std::move(plan)), eps(eps), norm_eps(norm_eps), is_sum(is_sum), fuse_later_grads(fuse_later_grads) {}
+
+  double factor() const { return is_sum ? static_cast<double>(plan->count) : 1.0; }
+};
+
+struct Outputs {
+  Tensor result, hidden, statistics;  // `hidden` is the input of the norm that follows, if there is one
+};
+
+// The tensors as a tuple, padded by the first one, since kernels are compiled for few numbers of pointers.
+py::tuple pointers(TensorList tensors, int64_t padding) {
+  py::tuple all(tensors.size() + padding);
+  for (size_t i = 0; i < all.size(); ++i) {
+    all[i] = tensors[i < tensors.size() ? i : 0];
+  }
+  return all;
+}
+
+Tensor norm_weight_of(const ReadPlan& plan, TensorList inputs) { return plan.has_norm ? inputs[2] : Tensor(); }
+
+Outputs compute(const Call& call, TensorList inputs) {
+  const auto& plan = *call.plan;
+  const auto sources = inputs.slice(plan.weights.size());
+  Outputs outputs{
+      at::empty_like(sources[0]), plan.has_norm ? at::empty_like(sources[0]) : Tensor(),
+      at::empty(plan.statistics_shape, sources[0].options().dtype(at::kFloat))};
+  const py::none no_phase;
+  plan.forward(
+      pointers(sources, plan.padding), inputs[0], inputs[1], no_phase, no_phase, no_phase,
+      norm_weight_of(plan, inputs), outputs.result, outputs.hidden, outputs.statistics, plan.tokens, plan.count,
+      call.factor(), call.eps, call.norm_eps);
+  return outputs;
+}
+
+// The gradients from later reads, contiguous, with zeros for each that is missing; nothing if all are missing.
+variable_list all_or_none(variable_list grads) {
+  Tensor zeros;
+  for (const auto& grad : grads) {
+    if (grad.defined()) {
+      zeros = at::zeros_like(grad, {}, at::MemoryFormat::Contiguous);
+      break;
+    }
+  }
+  if (!zeros.defined()) {
+    return {};
+  }
+  for (auto& grad : grads) {
+    grad = grad.defined() ? grad.contiguous() : zeros;
+  }
+  return grads;
+}
+
+struct Read : torch::autograd::Function<Read> {
+  static variable_list forward(AutogradContext* context, TensorList inputs, const c10::intrusive_ptr<Call>& call) {
+    const auto outputs = compute(*call, inputs);
+    auto saved = inputs.vec();
+    saved.insert(saved.end(), {outputs.statistics, outputs.hidden});
+    context->save_for_backward(std::move(saved));
+    context->saved_data["call"] = c10::IValue::make_capsule(call);
+    context->set_materialize_grads(false);  // missing gradients are undefined, not tensors of zeros
+    variable_list returned{outputs.result, outputs.statistics.select(0, 0)};
+    if (call->fuse_later_grads) {
+      // As outputs of this node, the sources bring the gradients of later reads to its backward pass. An input that is
+      // returned becomes a view, which takes longer than an alias.
+      variable_list without_grad;
+      for (const auto& source : inputs.slice(call->plan->weights.size())) {
+        returned.push_back(source.detach());
+        if (!source.requires_grad()) {
+          without_grad.push_back(returned.back());
+        }
+      }
+      if (!without_grad.empty()) {
+        context->mark_non_differentiable(without_grad);
+      }
+    }
+    return returned;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto call = c10::static_intrusive_pointer_cast<Call>(context->saved_data.at("call").toCapsule());
+    const auto saved = context->get_saved_variables();
+    std::vector<bool> needed;
+    for (size_t i = 0; i < saved.size() - 2; ++i) {
+      needed.push_back(context->needs_input_grad(i));
+    }
+    py::gil_scoped_acquire lock;
+    try {
+      auto computed = grads_of_inputs(*call, grads, saved, needed);
+      for (size_t i = 0; i < needed.size(); ++i) {
+        if (!needed[i]) {
+          computed[i].reset();
+        }
+      }
+      computed.emplace_back();  // `call` has no gradient
+      return computed;
+    } catch (py::error_already_set& error) {
+      // Autograd carries this kind of error from its thread to the caller's.
+      error.restore();
+      python_error carried;
+      carried.persist();
+      throw carried;
+    }
+  }
+
+  // Gradients of the inputs from those of the results, by the kernels or else by `general_backward`.
+  static variable_list grads_of_inputs(
+      const Call& call, const variable_list& grads, const variable_list& saved, const std::vector<bool>& needed) {
+    const auto& plan = *call.plan;
+    const Kind scratch{at::kFloat, plan.scratch_shape, plan.source.device};
+    const bool are_strided = std::all_of(grads.begin(), grads.end(), [](const Tensor& grad) {
+      return !grad.defined() || grad.layout() == at::kStrided;
+    });
+    if (grads[0].defined() && are_strided && !at::GradMode::is_enabled()) {
+      const auto grad = grads[0].contiguous();
+      const auto grad_weights = grads[1].defined() ? grads[1].contiguous() : grads[1];
+      const auto later = all_or_none({grads.begin() + 2, grads.end()});
+      const auto fits = [&](const Tensor& tensor) { return plan.source.fits(tensor); };
+      if (fits(grad) && std::all_of(later.begin(), later.end(), fits) &&
+          (!grad_weights.defined() || scratch.fits(grad_weights))) {
+        return compute_grads(call, grad, grad_weights, later, saved, needed);
+      }
+    }
+    // If gradients are recorded, this pass will be differentiated itself.
+    const auto general =
+        plan.general_backward(grads, saved, needed, plan.has_norm, call.eps, call.is_sum, call.norm_eps);
+    variable_list computed;
+    for (const auto grad : py::cast<py::sequence>(general)) {
+      computed.push_back(grad.is_none() ? Tensor() : THPVariable_Unpack(grad.ptr()));
+    }
+    return computed;
+  }
+
+  static variable_list compute_grads(
+      const Call& call, const Tensor& grad, const Tensor& grad_weights, const variable_list& later,
+      const variable_list& saved, const std::vector<bool>& needed) {
+    const auto& plan = *call.plan;
+    const auto number = plan.weights.size();
+    const auto sources = TensorList(saved).slice(number, plan.count);
+    const auto floats = grad.options().dtype(at::kFloat);
+    const auto partial = at::empty(plan.partial_shape, floats);
+    const bool needs_sources = std::any_of(needed.begin() + number, needed.end(), [](bool is) { return is; });
+    variable_list grad_sources(plan.count);
+    if (needs_sources) {
+      grad_sources = at::empty(plan.grads_shape, grad.options()).unbind();
+    }
+    const auto optional = [&](const variable_list& tensors, bool is_given) -> py::object {
+      return is_given ? py::object(pointers(tensors, plan.padding)) : py::none();
+    };
+    const auto launch = plan.backward(grad_weights.defined(), needs_sources, !later.empty());
+    launch(
+        grad, grad_weights, pointers(sources, plan.padding), saved[0], saved[1], saved.back(),
+        norm_weight_of(plan, saved), saved[saved.size() - 2], at::empty(plan.scratch_shape, floats), partial,
+        optional(grad_sources, needs_sources), optional(later, !later.empty()), plan.tokens, plan.count,
+        call.factor(), call.norm_eps);
+    variable_list grads;
+    for (size_t i = 0; i < number; ++i) {
+      grads.push_back(at::empty_like(saved[i]));
+    }
+    plan.finish(partial, saved[0], saved[1], grads[0], grads[1], norm_weight_of(plan, grads), plan.programs);
+    grads.insert(grads.end(), grad_sources.begin(), grad_sources.end());
+    return grads;
+  }
+};
+
+// Whether an object is a tensor of a type whose numbers lie at its address, and kernels take it as it is.
+bool is_ready(py::handle object, const Kind& kind) {
+  return THPVariable_CheckExact(object.ptr()) && kind.fits(THPVariable_Unpack(object.ptr()));
+}
+
+// Compute a read; return `None` if the general path must run. `direct.attend` has the documentation.
+py::object attend(
+    const c10::intrusive_ptr<ReadPlan>& plan, const py::tuple& weights, const py::sequence& sources, double eps,
+    bool is_sum, bool fuse_later_grads, double norm_eps) {
+  variable_list inputs;
+  inputs.reserve(weights.size() + plan->count);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (!is_ready(weights[i], plan->weights[i])) {
+      return py::none();
+    }
+    inputs.push_back(THPVariable_Unpack(py::handle(weights[i]).ptr()));
+  }
+  // Python's own functions for lists and tuples take a third of the time of pybind's for sequences.
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sources.ptr(), "sources must be a sequence"));
+  if (!items) {
+    throw py::error_already_set();
+  }
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
+    const py::handle source = PySequence_Fast_GET_ITEM(items.ptr(), i);
+    if (!is_ready(source, plan->source)) {
+      return py::none();
+    }
+    inputs.push_back(THPVariable_Unpack(source.ptr()));
+  }
+  auto call = c10::make_intrusive<Call>(plan, eps, is_sum, fuse_later_grads, norm_eps);
+  if (!at::GradMode::is_enabled()) {
+    const auto outputs = compute(*call, inputs);
+    return py::make_tuple(outputs.result, outputs.statistics.select(0, 0), sources);
+  }
+  const auto outputs = Read::apply(TensorList(inputs), call);
+  if (!fuse_later_grads) {
+    return py::make_tuple(outputs[0], outputs[1], sources);
+  }
+  return py::make_tuple(outputs[0], outputs[1], pointers(TensorList(outputs).slice(2), 0));
+}
+
+using KindInPython = std::tuple<at::ScalarType, Shape, at::Device>;
+
+Kind kind_of(const KindInPython& kind) { return {std::get<0>(kind), std::get<1>(kind), std::get<2>(kind)}; }
+
+// Make a plan from the attributes of the `ReadPlan` in `direct.py`.
+c10::intrusive_ptr<ReadPlan> make_plan(const py::object& attributes, const py::object& general_backward) {
+  auto plan = c10::make_intrusive<ReadPlan>();
+  const auto read = [&](const char* name, auto& field) {
+    field = attributes.attr(name).cast<std::decay_t<decltype(field)>>();
+  };
+  plan->source = kind_of(attributes.attr("source_kind").cast<KindInPython>());
+  for (const auto kind : attributes.attr("weight_kinds")) {
+    plan->weights.push_back(kind_of(kind.cast<KindInPython>()));
+  }
+  read("has_norm", plan->has_norm);
+  read("tokens", plan->tokens);
+  read("count", plan->count);
+  read("padding", plan->padding);
+  read("programs", plan->programs);
+  read("statistics_shape", plan->statistics_shape);
+  read("scratch_shape", plan->scratch_shape);
+  read("partial_shape", plan->partial_shape);
+  read("grads_shape", plan->grads_shape);
+  read("forward", plan->forward);
+  read("backward", plan->backward);
+  read("finish", plan->finish);
+  plan->general_backward = general_backward;
+  return plan;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::class_<ReadPlan, c10::intrusive_ptr<ReadPlan>>(module, "ReadPlan")
+      .def(py::init(&make_plan))
+      .def("attend", torch::wrap_pybind_function(attend));
+}
