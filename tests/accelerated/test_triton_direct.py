@@ -17,7 +17,7 @@ from attnres.accelerated.triton import direct, launch
 from attnres.functional_attnres import attend
 
 from .triton_cases import DEVICE, DTYPES, EPS, RUNS, in_float64, loss, make
-from .triton_stand_ins import Compiled
+from .triton_stand_ins import Compiled, Kernel
 
 IS_RIGHT_ON = direct.is_right_on.__wrapped__  # without its cache
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -167,9 +167,9 @@ def test_compiled_kernels_that_take_other_arguments_are_left_to_triton(kernels, 
     def reverse_sources(kernel: Compiled, grid: tuple) -> Callable:
         return lambda first, *rest: call(kernel, grid)(first[::-1] if isinstance(first, tuple) else first, *rest)
 
-    for changed, reason in ((reverse_sources, "compute other numbers"), (lambda *_: fail, "fail .an argument is")):
+    for changed, reason in ((reverse_sources, "computes other numbers"), (lambda *_: fail, "fails .*an argument is")):
         monkeypatch.setattr(Compiled, "__getitem__", changed)
-        with pytest.warns(UserWarning, match=f"Launches without Triton's binder {reason}"):
+        with pytest.warns(UserWarning, match=f"direct path of a read {reason}"):
             assert not IS_RIGHT_ON(device)
 
     monkeypatch.setattr(direct, "is_right_on", lambda device: False)
@@ -193,14 +193,14 @@ def counted() -> Iterator[Counter]:
     def profile(frame, event: str, argument: object) -> None:
         if event == "call":
             counts["call"] += frame.f_globals["__name__"].startswith("attnres.")
-        elif event == "c_call" and "empty" in argument.__name__:
-            counts["allocations"] += 1
 
-    sys.setprofile(profile)
-    try:
-        yield counts
-    finally:
-        sys.setprofile(None)
+    with torch.autograd.profiler.profile() as operations:
+        sys.setprofile(profile)
+        try:
+            yield counts
+        finally:
+            sys.setprofile(None)
+    counts["allocations"] = sum(e.name in ("aten::empty", "aten::empty_strided") for e in operations.function_events)
 
 
 def cost(n: int) -> dict[str, object]:
@@ -226,7 +226,8 @@ def cost(n: int) -> dict[str, object]:
 
 
 @pytest.mark.skipif(RUNS, reason="Triton's launches would be counted too")
-def test_the_cost_of_a_read_in_python_does_not_grow_with_the_number_of_sources(kernels):
+def test_the_cost_of_a_read_does_not_grow_with_the_number_of_sources(kernels, monkeypatch):
+    monkeypatch.setattr(Kernel, "compute", lambda kernel, arguments: None)  # the stand-ins allocate too
     few, many = cost(2), cost(17)
     assert few == many
     # Beside its sources a read saves the query, the norm's weight and the statistics.
@@ -234,6 +235,6 @@ def test_the_cost_of_a_read_in_python_does_not_grow_with_the_number_of_sources(k
     # Forward the result and the statistics; backward scratch, parts of the query's gradient, that gradient, the one of
     # the norm's weight, and all others.
     assert few["allocations"] == (2, 5)
-    assert few["forward"] <= 12
-    assert few["backward"] <= 13
+    assert few["forward"] <= 6
+    assert few["backward"] <= 5
     assert all(kernel.launches == {"bound": 2, "compiled": 4} for kernel in vars(kernels).values())
