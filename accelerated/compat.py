@@ -4,6 +4,7 @@ If a version lacks such a name, a function here answers that PyTorch's operation
 replaces them.
 """
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -34,6 +35,12 @@ def why_operations_are_observed() -> str | None:
     return None
 
 
+def are_backward_passes_compiled() -> bool:
+    """Return whether a program has switched compiled autograd on (`torch._dynamo.config.compiled_autograd`)."""
+    config = sys.modules.get("torch._dynamo.config")  # importing it takes seconds
+    return bool(getattr(config, "compiled_autograd", False))
+
+
 def has_hooks_on_all_modules() -> bool:
     """Return whether there are hooks that run when any module is called."""
     has_hooks = getattr(torch_module, "_has_any_global_hook", None)
@@ -58,6 +65,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 __all__ = [
+    "are_backward_passes_compiled",
     "has_hooks_on_all_modules",
     "is_compiled",
     "is_silent",

@@ -22,7 +22,7 @@ from ..autograd import (
     norm_grads_in_operations,
     rms_norm_in_operations,
 )
-from ..compat import why_operations_are_observed
+from ..compat import are_backward_passes_compiled, why_operations_are_observed
 from ..inference_plan import Read
 from ..tensors import packed
 from ..training_plan import TrainingPlan, make_training_plan
@@ -144,7 +144,8 @@ def _plan(key: tuple) -> object | None:
         return None
     if query_shape not in (shape[-1:], (1, *shape[-1:])) or implementation.why_not_on(device, shape[-1]) is not None:
         return None
-    if not is_right_on(device):
+    # Compiled autograd cannot look into nodes in C++.
+    if are_backward_passes_compiled() or not is_right_on(device):
         return None
     plan = ReadPlan(*key)
     if not plan.is_aligned:

@@ -138,6 +138,14 @@ def test_weights_and_shapes_that_do_not_fit_go_another_way():
         assert direct.attend(query, sources, weight, EPS, True, True) is None
 
 
+@torch.no_grad()
+def test_programs_that_compile_backward_passes_take_the_general_path():
+    query, sources, weight = inputs(3)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert direct.attend(query, sources, weight, EPS, True, True) is None
+    read(query, sources, weight)
+
+
 def test_a_gradient_at_another_alignment_goes_the_general_way(monkeypatch):
     taken = []
     monkeypatch.setattr(
