@@ -53,10 +53,19 @@ struct ReadPlan : torch::CustomClassHolder {
   py::object forward, backward, finish;  // `forward` and `finish` launch, and `backward` returns a function that does
   py::object general_backward;
 
-  // The last owner may be a node that autograd frees in a thread without Python's lock.
+  // The last owner may be a node that autograd frees in a thread without Python's lock, or after Python has ended.
   ~ReadPlan() override {
+    const auto objects = {&forward, &backward, &finish, &general_backward};
+    if (!Py_IsInitialized()) {
+      for (auto* object : objects) {
+        object->release();
+      }
+      return;
+    }
     py::gil_scoped_acquire lock;
-    forward = backward = finish = general_backward = py::object();
+    for (auto* object : objects) {
+      *object = py::object();
+    }
   }
 };
 
