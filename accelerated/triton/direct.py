@@ -34,7 +34,7 @@ _ROWS, _COLUMNS, _WARPS = 512, 16, 8  # of a tile of the kernel that sums the pa
 
 
 class Launcher:
-    """Launch one kernel again and again, with arguments whose sizes and alignments stay the same.
+    """A kernel that is launched again and again, with arguments whose sizes and alignments stay the same.
 
     Triton binds the arguments of the first launch, compiles the kernel and returns it. Later launches call the compiled
     kernel, as Triton's tutorial on softmax does. That leaves out the binder, which takes most of the time of a launch.
@@ -44,34 +44,23 @@ class Launcher:
         programs: number of programs.
         constants: values of these parameters, by name.
         num_warps: number of warps of a program.
-        device: device of the tensors.
+
+    Attributes:
+        compiled: a function that launches the compiled kernel, or `None` before the first launch.
+        values: the constants in order, which `compiled` takes after the other arguments.
     """
 
-    def __init__(self, kernel, programs: int, constants: dict[str, object], num_warps: int, device: torch.device):
-        self._kernel, self._grid, self._device = kernel, (programs, 1, 1), device
-        self._constants, self._num_warps = constants, num_warps
-        self._compiled, self._values = None, ()
+    def __init__(self, kernel, programs: int, constants: dict[str, object], num_warps: int):
+        self._kernel, self._grid, self._constants, self._num_warps = kernel, (programs, 1, 1), constants, num_warps
+        self.compiled, self.values = None, ()
 
     def __call__(self, *arguments) -> None:
-        """Launch the kernel with its arguments before the constants, on the device's current stream."""
-        # Entering a device takes longer than asking for it. The index is `None` in Triton's interpreter.
-        index = self._device.index
-        if index is not None and index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                self._launch(arguments)
-        else:
-            self._launch(arguments)
-
-    def _launch(self, arguments: tuple) -> None:
-        if self._compiled is not None:
-            self._compiled(*arguments, *self._values)
-            return
+        """Launch the kernel by Triton's binder, with its arguments before the constants, and keep what it compiled."""
         compiled = self._kernel[self._grid](*arguments, **self._constants, num_warps=self._num_warps)
         # Triton's interpreter returns nothing to launch. Then every launch goes this way.
         if hasattr(compiled, "__getitem__"):
-            names = self._kernel.arg_names[len(arguments) :]
-            self._values = tuple(self._constants[name] for name in names)
-            self._compiled = compiled[self._grid]
+            self.values = tuple(self._constants[name] for name in self._kernel.arg_names[len(arguments) :])
+            self.compiled = compiled[self._grid]
 
 
 class ReadPlan:
@@ -114,13 +103,13 @@ class ReadPlan:
         # Whether every part of an allocation that is divided begins at a multiple of 16 bytes.
         self.is_aligned = not any(size % _BYTES for size in (4 * count * tokens, dtype.itemsize * tokens * width))
         tile = launch.tile_of(width)
-        self._num_warps, self._device = tile.pop("num_warps"), device
+        self._num_warps = tile.pop("num_warps")
         self._constants = launch.sizes(padded, width) | tile | {"HAS_KEY_NORM": True, "HAS_NORM": has_norm}
         flags = {"HAS_PHASE": False, "KEEPS_STATISTICS": True}
         self.forward = self._launcher(launch.kernels().forward_kernel, -(-tokens // tile["TOKENS"]), flags)
         self._backward: dict[tuple[bool, bool, bool], Launcher] = {}
         finish = {"WIDTH": width, "HAS_NORM": has_norm, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-        self.finish = Launcher(launch.kernels().finish_kernel, -(-width // _COLUMNS), finish, _WARPS, device)
+        self.finish = Launcher(launch.kernels().finish_kernel, -(-width // _COLUMNS), finish, _WARPS)
 
     def backward(self, has_grad_weights: bool, needs_sources: bool, has_later: bool) -> Launcher:
         """Return the launcher of the backward kernel with these optional arguments."""
@@ -131,10 +120,11 @@ class ReadPlan:
         return self._backward[key]
 
     def _launcher(self, kernel, programs: int, flags: dict[str, bool]) -> Launcher:
-        return Launcher(kernel, programs, self._constants | flags, self._num_warps, self._device)
+        return Launcher(kernel, programs, self._constants | flags, self._num_warps)
 
 
 _plans: dict[tuple, object] = {}  # plans in C++, by the arguments of `ReadPlan`
+_recent: dict[tuple[int, int], object] = {}  # the plan last used, by the numbers of sources and of weights
 
 
 def _plan(key: tuple) -> object | None:
@@ -226,16 +216,27 @@ def attend(
     first = sources[0]
     if torch.compiler.is_compiling() or not first.is_cuda:
         return None
+    if why_operations_are_observed() is not None:
+        return None
     norm_weight, norm_eps = norm or (None, 0.0)
+    weights = (query, key_norm_weight) if norm_weight is None else (query, key_norm_weight, norm_weight)
+    arguments = weights, sources, eps, is_sum, fuse_later_grads, norm_eps
+    # Most reads have the shapes of the one before with as many sources. A plan checks all of them anyway.
+    recently = len(sources), len(weights)
+    plan = _recent.get(recently)
+    if plan is not None:
+        attended = plan.attend(*arguments)
+        if attended is not None:
+            return attended
     key = (
         len(sources), first.shape, first.dtype, first.device, query.shape, query.dtype, key_norm_weight.dtype,
         norm_weight is not None,
     )  # fmt: skip
     plan = _plans.get(key) or _plan(key)
-    if plan is None or why_operations_are_observed() is not None:
+    if plan is None:
         return None
-    weights = (query, key_norm_weight) if norm_weight is None else (query, key_norm_weight, norm_weight)
-    return plan.attend(weights, sources, eps, is_sum, fuse_later_grads, norm_eps)
+    _recent[recently] = plan
+    return plan.attend(*arguments)
 
 
 def training_plan(reads: Sequence[Read]) -> TrainingPlan | None:

@@ -1,7 +1,7 @@
 // The host's part of a read on a GPU: checks of its tensors, allocations, and a node of autograd.
 //
-// Where tensors are small, a GPU waits for its host, and this work takes several times as long in Python. The kernels
-// are launched by Python functions, which `direct.py` passes to each `ReadPlan`. It also says which reads come here.
+// Where tensors are small, a GPU waits for its host, and this work takes several times as long in Python. `direct.py`
+// says which reads come here, and has the launchers of the kernels.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -11,6 +11,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <functional>
 
 namespace py = pybind11;
 
@@ -50,7 +54,8 @@ struct ReadPlan : torch::CustomClassHolder {
   bool has_norm;
   int64_t tokens, count, padding, programs;
   Shape statistics_shape, scratch_shape, partial_shape, grads_shape;
-  py::object forward, backward, finish;  // `forward` and `finish` launch, and `backward` returns a function that does
+  py::object forward, finish;  // launchers
+  py::object backward;  // returns a launcher
   py::object general_backward;
 
   // The last owner may be a node that autograd frees in a thread without Python's lock, or after Python has ended.
@@ -94,17 +99,34 @@ py::tuple pointers(TensorList tensors, int64_t padding) {
   return all;
 }
 
+// Launch a kernel with its arguments before the constants; see `Launcher` of `direct.py`.
+template <typename... Arguments>
+void launch(const py::object& launcher, Arguments&&... arguments) {
+  const auto given = py::make_tuple(std::forward<Arguments>(arguments)...);
+  const py::object compiled = launcher.attr("compiled");
+  if (compiled.is_none()) {
+    launcher(*given);
+    return;
+  }
+  const auto all = py::reinterpret_steal<py::object>(
+      PySequence_Concat(given.ptr(), py::object(launcher.attr("values")).ptr()));
+  if (!all || !py::reinterpret_steal<py::object>(PyObject_CallObject(compiled.ptr(), all.ptr()))) {
+    throw py::error_already_set();
+  }
+}
+
 Tensor norm_weight_of(const ReadPlan& plan, TensorList inputs) { return plan.has_norm ? inputs[2] : Tensor(); }
 
 Outputs compute(const Call& call, TensorList inputs) {
   const auto& plan = *call.plan;
   const auto sources = inputs.slice(plan.weights.size());
+  const c10::DeviceGuard on(plan.source.device);
   Outputs outputs{
       at::empty_like(sources[0]), plan.has_norm ? at::empty_like(sources[0]) : Tensor(),
       at::empty(plan.statistics_shape, sources[0].options().dtype(at::kFloat))};
   const py::none no_phase;
-  plan.forward(
-      pointers(sources, plan.padding), inputs[0], inputs[1], no_phase, no_phase, no_phase,
+  launch(
+      plan.forward, pointers(sources, plan.padding), inputs[0], inputs[1], no_phase, no_phase, no_phase,
       norm_weight_of(plan, inputs), outputs.result, outputs.hidden, outputs.statistics, plan.tokens, plan.count,
       call.factor(), call.eps, call.norm_eps);
   return outputs;
@@ -112,19 +134,17 @@ Outputs compute(const Call& call, TensorList inputs) {
 
 // The gradients from later reads, contiguous, with zeros for each that is missing; nothing if all are missing.
 variable_list all_or_none(variable_list grads) {
-  Tensor zeros;
-  for (const auto& grad : grads) {
-    if (grad.defined()) {
-      zeros = at::zeros_like(grad, {}, at::MemoryFormat::Contiguous);
-      break;
-    }
-  }
-  if (!zeros.defined()) {
+  const auto is_given = [](const Tensor& grad) { return grad.defined(); };
+  const auto given = std::find_if(grads.begin(), grads.end(), is_given);
+  if (given == grads.end()) {
     return {};
   }
-  for (auto& grad : grads) {
-    grad = grad.defined() ? grad.contiguous() : zeros;
+  if (!std::all_of(grads.begin(), grads.end(), is_given)) {
+    std::replace_if(
+        grads.begin(), grads.end(), std::not_fn(is_given),
+        at::zeros_like(*given, {}, at::MemoryFormat::Contiguous));
   }
+  std::transform(grads.begin(), grads.end(), grads.begin(), [](const Tensor& grad) { return grad.contiguous(); });
   return grads;
 }
 
@@ -212,6 +232,7 @@ struct Read : torch::autograd::Function<Read> {
       const Call& call, const Tensor& grad, const Tensor& grad_weights, const variable_list& later,
       const variable_list& saved, const std::vector<bool>& needed) {
     const auto& plan = *call.plan;
+    const c10::DeviceGuard on(plan.source.device);
     const auto number = plan.weights.size();
     const auto sources = TensorList(saved).slice(number, plan.count);
     const auto floats = grad.options().dtype(at::kFloat);
@@ -224,9 +245,8 @@ struct Read : torch::autograd::Function<Read> {
     const auto optional = [&](const variable_list& tensors, bool is_given) -> py::object {
       return is_given ? py::object(pointers(tensors, plan.padding)) : py::none();
     };
-    const auto launch = plan.backward(grad_weights.defined(), needs_sources, !later.empty());
     launch(
-        grad, grad_weights, pointers(sources, plan.padding), saved[0], saved[1], saved.back(),
+        plan.backward(grad_weights.defined(), needs_sources, !later.empty()), grad, grad_weights, pointers(sources, plan.padding), saved[0], saved[1], saved.back(),
         norm_weight_of(plan, saved), saved[saved.size() - 2], at::empty(plan.scratch_shape, floats), partial,
         optional(grad_sources, needs_sources), optional(later, !later.empty()), plan.tokens, plan.count,
         call.factor(), call.norm_eps);
@@ -234,7 +254,8 @@ struct Read : torch::autograd::Function<Read> {
     for (size_t i = 0; i < number; ++i) {
       grads.push_back(at::empty_like(saved[i]));
     }
-    plan.finish(partial, saved[0], saved[1], grads[0], grads[1], norm_weight_of(plan, grads), plan.programs);
+    launch(
+        plan.finish, partial, saved[0], saved[1], grads[0], grads[1], norm_weight_of(plan, grads), plan.programs);
     grads.insert(grads.end(), grad_sources.begin(), grad_sources.end());
     return grads;
   }
