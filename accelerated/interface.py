@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 # Increase it whenever a signature below changes, or one of the functions in `__init__.py`, which the models call.
-INTERFACE = 3
+INTERFACE = 4
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Implementation:
         pays: `(query, sources) -> bool`, whether these sizes are worth the time to load it. `auto` calls `pays` first.
         inference_plan: `(reads) -> InferencePlan | None`, a plan for a pass without gradients; see `make_plan`.
         training_plan: `(reads) -> TrainingPlan | None`, a plan for a pass with gradients; see `make_training_plan`.
-        direct: `(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads) -> (h, a, sources) | None`, a path
-            with fewer checks for the most common tensors, from `w` and `g` themselves; `None` for all other tensors.
+        direct: `(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads, needs_weights) -> (h, a, sources) |
+            None`, a path with fewer checks for the most common tensors, from `w` and `g` themselves; `None` for all
+            other tensors. Without `needs_weights`, `a` is `None`.
     """
 
     run: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]

@@ -54,6 +54,7 @@ class TrainingPlan:
                 connection.eps,
                 connection.scale == "sum",
                 True,
+                False,
                 following,
             )
             if attended is not None:

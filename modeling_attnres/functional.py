@@ -43,7 +43,10 @@ def depth_attention(
     attended = None
     # This path checks the tensors itself. A query `[1, D]`, as layers have, is its only other freedom.
     if scale in SCALES and len(sources) and query.ndim == 1:
-        attended = attend_directly(query, sources, key_norm_weight, eps, scale == "sum", implementation)
+        is_sum = scale == "sum"
+        attended = attend_directly(
+            query, sources, key_norm_weight, eps, is_sum, implementation, needs_weights=return_weights
+        )
     if attended is None:
         _check(query, sources, key_norm_weight, scale)
         attended = attend_generally(query, sources, key_norm_weight, eps, scale == "sum", implementation)

@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError:
     accelerated = None
 # A copy of this file beside a checkpoint may be older or newer than the installed package. Both must have this number.
-INTERFACE = 3
+INTERFACE = 4
 if accelerated is not None and accelerated.INTERFACE != INTERFACE:
     logging.get_logger(__name__).warning(
         f"The installed `attnres` has interface {accelerated.INTERFACE}, the model's code needs {INTERFACE}: it runs "
@@ -119,13 +119,15 @@ def attend_directly(
     is_sum: bool,
     implementation: str,
     fuse_later_grads: bool = False,
+    needs_weights: bool = True,
 ) -> Attended | None:
     """Compute [`attend`] by a path with fewer checks, which takes only the most common tensors.
 
     `attnres.accelerated` adds such a path as an attribute `direct` of an implementation.
 
     Returns:
-        The result of [`attend`]; `None` if there is no such path, or if it does not take these tensors.
+        The result of [`attend`], with `None` for weights that are not needed; `None` if there is no such path, or if it
+        does not take these tensors.
 
     Raises:
         ValueError: the implementation is unknown.
@@ -138,7 +140,7 @@ def attend_directly(
         raise ValueError(message) from None
     if direct is None or key_norm_weight is None:
         return None
-    return direct(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads)
+    return direct(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads, needs_weights)
 
 
 def eager(

@@ -180,7 +180,7 @@ def _try_on(device: torch.device) -> str | None:
         result = rms_norm_in_operations(result, FollowingNorm(norm_weight, 1e-6))
         right = [result, *torch.autograd.grad(result, leaves, grad)]
         for _ in ("by Triton", "without its binder"):
-            result, _, _ = plan.attend((query, key_norm_weight, norm_weight), sources, 1e-6, True, True, 1e-6)
+            result, _, _ = plan.attend((query, key_norm_weight, norm_weight), sources, 1e-6, True, True, True, 1e-6)
             seen = [result, *torch.autograd.grad(result, leaves, grad)]
             if not all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in zip(seen, right)):
                 return "computes other numbers"
@@ -196,6 +196,7 @@ def attend(
     eps: float,
     is_sum: bool,
     fuse_later_grads: bool,
+    needs_weights: bool = True,
     norm: FollowingNorm | None = None,
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]] | None:
     """Compute depth attention by the Triton kernels, from the query and the key norm's weight themselves.
@@ -207,11 +208,12 @@ def attend(
         eps: epsilon of the key norm.
         is_sum: whether to multiply the result by n.
         fuse_later_grads: see [`Implementation`].
+        needs_weights: whether to return `a`, which takes a while to make an output of autograd.
         norm: a norm to apply to `h`.
 
     Returns:
-        `h` or its norm, `a` and the sources, as [`Implementation.run`] returns them; `None` if the general path must
-        run.
+        `h` or its norm, `a` or `None`, and the sources, as [`Implementation.run`] returns them; `None` if the general
+        path must run.
     """
     first = sources[0]
     if torch.compiler.is_compiling() or not first.is_cuda:
@@ -220,7 +222,7 @@ def attend(
         return None
     norm_weight, norm_eps = norm or (None, 0.0)
     weights = (query, key_norm_weight) if norm_weight is None else (query, key_norm_weight, norm_weight)
-    arguments = weights, sources, eps, is_sum, fuse_later_grads, norm_eps
+    arguments = weights, sources, eps, is_sum, fuse_later_grads, needs_weights, norm_eps
     # Most reads have the shapes of the one before with as many sources. A plan checks all of them anyway.
     recently = len(sources), len(weights)
     plan = _recent.get(recently)

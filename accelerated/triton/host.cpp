@@ -77,11 +77,15 @@ struct ReadPlan : torch::CustomClassHolder {
 // The arguments of a read that are no tensors.
 struct Call : torch::CustomClassHolder {
   c10::intrusive_ptr<ReadPlan> plan;
-  double eps, norm_eps;
-  bool is_sum, fuse_later_grads;
+  double eps;
+  bool is_sum, fuse_later_grads, needs_weights;
+  double norm_eps;
 
-  Call(c10::intrusive_ptr<ReadPlan> plan, double eps, bool is_sum, bool fuse_later_grads, double norm_eps)
-      : plan(std::move(plan)), eps(eps), norm_eps(norm_eps), is_sum(is_sum), fuse_later_grads(fuse_later_grads) {}
+  Call(
+      c10::intrusive_ptr<ReadPlan> plan, double eps, bool is_sum, bool fuse_later_grads, bool needs_weights,
+      double norm_eps)
+      : plan(std::move(plan)), eps(eps), is_sum(is_sum), fuse_later_grads(fuse_later_grads),
+        needs_weights(needs_weights), norm_eps(norm_eps) {}
 
   double factor() const { return is_sum ? static_cast<double>(plan->count) : 1.0; }
 };
@@ -156,7 +160,10 @@ struct Read : torch::autograd::Function<Read> {
     context->save_for_backward(std::move(saved));
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     context->set_materialize_grads(false);  // missing gradients are undefined, not tensors of zeros
-    variable_list returned{outputs.result, outputs.statistics.select(0, 0)};
+    variable_list returned{outputs.result};
+    if (call->needs_weights) {
+      returned.push_back(outputs.statistics.select(0, 0));
+    }
     if (call->fuse_later_grads) {
       // As outputs of this node, the sources bring the gradients of later reads to its backward pass. An input that is
       // returned becomes a view, which takes longer than an alias.
@@ -176,6 +183,9 @@ struct Read : torch::autograd::Function<Read> {
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto call = c10::static_intrusive_pointer_cast<Call>(context->saved_data.at("call").toCapsule());
+    if (!call->needs_weights) {
+      grads.insert(grads.begin() + 1, Tensor());
+    }
     const auto saved = context->get_saved_variables();
     std::vector<bool> needed;
     for (size_t i = 0; i < saved.size() - 2; ++i) {
@@ -200,7 +210,7 @@ struct Read : torch::autograd::Function<Read> {
     }
   }
 
-  // Gradients of the inputs from those of the results, by the kernels or else by `general_backward`.
+  // Gradients of the inputs from those of the result, the weights and the returned sources, by the kernels or else by `general_backward`.
   static variable_list grads_of_inputs(
       const Call& call, const variable_list& grads, const variable_list& saved, const std::vector<bool>& needed) {
     const auto& plan = *call.plan;
@@ -269,7 +279,7 @@ bool is_ready(py::handle object, const Kind& kind) {
 // Compute a read; return `None` if the general path must run. `direct.attend` has the documentation.
 py::object attend(
     const c10::intrusive_ptr<ReadPlan>& plan, const py::tuple& weights, const py::sequence& sources, double eps,
-    bool is_sum, bool fuse_later_grads, double norm_eps) {
+    bool is_sum, bool fuse_later_grads, bool needs_weights, double norm_eps) {
   variable_list inputs;
   inputs.reserve(weights.size() + plan->count);
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -290,16 +300,17 @@ py::object attend(
     }
     inputs.push_back(THPVariable_Unpack(source.ptr()));
   }
-  auto call = c10::make_intrusive<Call>(plan, eps, is_sum, fuse_later_grads, norm_eps);
+  auto call = c10::make_intrusive<Call>(plan, eps, is_sum, fuse_later_grads, needs_weights, norm_eps);
   if (!at::GradMode::is_enabled()) {
     const auto outputs = compute(*call, inputs);
-    return py::make_tuple(outputs.result, outputs.statistics.select(0, 0), sources);
+    return py::make_tuple(outputs.result, needs_weights ? outputs.statistics.select(0, 0) : Tensor(), sources);
   }
   const auto outputs = Read::apply(TensorList(inputs), call);
+  const auto depth_weights = needs_weights ? outputs[1] : Tensor();
   if (!fuse_later_grads) {
-    return py::make_tuple(outputs[0], outputs[1], sources);
+    return py::make_tuple(outputs[0], depth_weights, sources);
   }
-  return py::make_tuple(outputs[0], outputs[1], pointers(TensorList(outputs).slice(2), 0));
+  return py::make_tuple(outputs[0], depth_weights, pointers(TensorList(outputs).slice(needs_weights ? 2 : 1), 0));
 }
 
 using KindInPython = std::tuple<at::ScalarType, Shape, at::Device>;

@@ -79,6 +79,19 @@ def test_second_derivatives_are_those_of_the_readable_form():
         torch.testing.assert_close(actual.double(), right, rtol=0, atol=1e-4 * max(1, right.abs().max().item()))
 
 
+def test_weights_that_are_not_needed_are_left_out_and_change_no_gradient():
+    query, sources, weight = inputs(3)
+    leaves = [query, weight, *sources]
+    grads = []
+    for needs_weights in (True, False):
+        result, weights, later = direct.attend(query, sources, weight, EPS, True, True, needs_weights)
+        assert (weights is None) != needs_weights
+        grads.append(torch.autograd.grad(result.square().sum() + later[1].sum(), leaves))
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    with torch.no_grad():
+        assert direct.attend(query, sources, weight, EPS, True, True, False)[1] is None
+
+
 @pytest.mark.parametrize("name", ["auto", "triton"])
 def test_models_and_the_public_function_take_the_direct_path(name, kernels):
     query, sources, weight = inputs(3)

@@ -4,6 +4,7 @@ The fixture `kernels` lets the direct path of a read take tensors of any machine
 """
 
 import ast
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -120,8 +121,9 @@ def finish(k: SimpleNamespace) -> None:
 def kernels(monkeypatch) -> SimpleNamespace:
     """Let the direct path take the tensors of this machine, by the kernels or their stand-ins."""
     if host.load() is None:
+        assert shutil.which("c++") is None, "host.cpp does not compile"
         pytest.skip("needs a C++ compiler")
-    direct._plans.clear()
+    forget_plans()
     computed = {"forward_kernel": forward, "backward_kernel": backward, "finish_kernel": finish}
     stand_ins = SimpleNamespace(**{name: Kernel(name, compute) for name, compute in computed.items()})
     if DEVICE == "cpu":
@@ -131,4 +133,9 @@ def kernels(monkeypatch) -> SimpleNamespace:
     if not RUNS:
         monkeypatch.setattr(launch, "kernels", lambda: stand_ins)
     yield stand_ins
+    forget_plans()
+
+
+def forget_plans() -> None:
     direct._plans.clear()
+    direct._recent.clear()
