@@ -22,8 +22,8 @@ class TrainingPlan:
 
     Args:
         reads: all reads of the pass, in order.
-        attend: computes a read with the norm, or returns `None` for tensors that it does not take; see `attend` of
-            `triton/direct.py`.
+        attend: computes a read with the norm, or returns `None` for tensors that it does not take; see
+            `attend_with_norm` of `triton/direct.py`.
     """
 
     def __init__(self, reads: Sequence[Read], attend: Callable):
@@ -54,7 +54,6 @@ class TrainingPlan:
                 connection.eps,
                 connection.scale == "sum",
                 True,
-                False,
                 following,
             )
             if attended is not None:

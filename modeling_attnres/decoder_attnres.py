@@ -40,6 +40,7 @@ class ResidualDecoderLayer:
 
     sublayers: Sublayers
     layer_idx: int
+    connected_at: int  # the index for which the connections are numbered; other libraries change `layer_idx` alone
     mixes_values = False  # whether the state between layers also holds the first layer's values
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
@@ -54,7 +55,7 @@ class ResidualDecoderLayer:
             ValueError: the declarations do not fit the layer.
         """
         _check_declaration(self, config.backbone, sublayers)
-        self.sublayers, self.layer_idx = sublayers, layer_idx
+        self.sublayers, self.layer_idx, self.connected_at = sublayers, layer_idx, layer_idx
         for i, sublayer in enumerate(sublayers):
             _add_connection(self, sublayer.name, config, layer_idx * len(sublayers) + i)
         add_attention_gate(self, config)
@@ -63,7 +64,7 @@ class ResidualDecoderLayer:
 
     def move_to(self, layer_idx: int) -> None:
         """Set the layer's index in the decoder, after layers were moved or removed."""
-        self.layer_idx = layer_idx
+        self.layer_idx = self.connected_at = layer_idx
         for i, sublayer in enumerate(self.sublayers):
             _set_index(self._modules[f"{sublayer.name}_proj"], layer_idx * len(self.sublayers) + i)
 
@@ -242,8 +243,8 @@ class ResidualModel(ResidualPreTrainedModel):
             ValueError: a layer cannot run at its place.
         """
         layers = [*self.layers]
-        if any(getattr(layer, "layer_idx", None) != i for i, layer in enumerate(layers)):
-            foreign = next((layer for layer in layers if not hasattr(layer, "layer_idx")), None)
+        if any(_indices(layer) != (i, i) for i, layer in enumerate(layers)):
+            foreign = next((layer for layer in layers if not hasattr(layer, "connected_at")), None)
             if foreign is not None:
                 raise ValueError(
                     f"`layers` holds a {type(foreign).__name__}, which is no decoder layer. An engine that divides a "
@@ -362,6 +363,11 @@ class PooledByMask(GenericForSequenceClassification):
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         names = {field.name for field in fields(SequenceClassifierOutputWithPast)} & outputs.keys()
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
+
+
+def _indices(layer: nn.Module) -> tuple[int | None, int | None]:
+    """Return the index of a layer and the one of its connections; `None` for those that a placeholder lacks."""
+    return getattr(layer, "layer_idx", None), getattr(layer, "connected_at", None)
 
 
 def _set_index(connection: nn.Module, sublayer: int) -> None:

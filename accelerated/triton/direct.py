@@ -241,9 +241,22 @@ def attend(
     return plan.attend(*arguments)
 
 
+def attend_with_norm(
+    query: Tensor,
+    sources: Sequence[Tensor],
+    key_norm_weight: Tensor,
+    eps: float,
+    is_sum: bool,
+    fuse_later_grads: bool,
+    norm: FollowingNorm,
+) -> tuple[Tensor, None, Sequence[Tensor]] | None:
+    """Compute [`attend`] with a norm, and without weights; see [`TrainingPlan`]."""
+    return attend(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads, False, norm)
+
+
 def training_plan(reads: Sequence[Read]) -> TrainingPlan | None:
     """Make a plan that reads by the kernels in a pass with gradients; see [`Implementation`]."""
-    return make_training_plan(reads, attend) if reads[0][0].weight.is_cuda else None
+    return make_training_plan(reads, attend_with_norm) if reads[0][0].weight.is_cuda else None
 
 
 def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:
@@ -307,4 +320,4 @@ def _general_backward(
     return [*grads_of_weights, *(grad_sources or [None] * len(sources))]
 
 
-__all__ = ["Launcher", "ReadPlan", "attend", "is_right_on", "training_plan"]
+__all__ = ["Launcher", "ReadPlan", "attend", "attend_with_norm", "is_right_on", "training_plan"]

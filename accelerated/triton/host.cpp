@@ -55,7 +55,7 @@ struct ReadPlan : torch::CustomClassHolder {
   int64_t tokens, count, padding, programs;
   Shape statistics_shape, scratch_shape, partial_shape, grads_shape;
   py::object forward, finish;  // launchers
-  py::object backward;  // returns a launcher
+  py::object backward;         // `ReadPlan.backward`, which returns a launcher
   py::object general_backward;
 
   // The last owner may be a node that autograd frees in a thread without Python's lock, or after Python has ended.
@@ -210,7 +210,8 @@ struct Read : torch::autograd::Function<Read> {
     }
   }
 
-  // Gradients of the inputs from those of the result, the weights and the returned sources, by the kernels or else by `general_backward`.
+  // Gradients of the inputs from those of the result, the weights and the returned sources, by the kernels or else by
+  // `general_backward`.
   static variable_list grads_of_inputs(
       const Call& call, const variable_list& grads, const variable_list& saved, const std::vector<bool>& needed) {
     const auto& plan = *call.plan;
@@ -256,16 +257,15 @@ struct Read : torch::autograd::Function<Read> {
       return is_given ? py::object(pointers(tensors, plan.padding)) : py::none();
     };
     launch(
-        plan.backward(grad_weights.defined(), needs_sources, !later.empty()), grad, grad_weights, pointers(sources, plan.padding), saved[0], saved[1], saved.back(),
-        norm_weight_of(plan, saved), saved[saved.size() - 2], at::empty(plan.scratch_shape, floats), partial,
-        optional(grad_sources, needs_sources), optional(later, !later.empty()), plan.tokens, plan.count,
-        call.factor(), call.norm_eps);
+        plan.backward(grad_weights.defined(), needs_sources, !later.empty()), grad, grad_weights,
+        pointers(sources, plan.padding), saved[0], saved[1], saved.back(), norm_weight_of(plan, saved),
+        saved[saved.size() - 2], at::empty(plan.scratch_shape, floats), partial, optional(grad_sources, needs_sources),
+        optional(later, !later.empty()), plan.tokens, plan.count, call.factor(), call.norm_eps);
     variable_list grads;
     for (size_t i = 0; i < number; ++i) {
       grads.push_back(at::empty_like(saved[i]));
     }
-    launch(
-        plan.finish, partial, saved[0], saved[1], grads[0], grads[1], norm_weight_of(plan, grads), plan.programs);
+    launch(plan.finish, partial, saved[0], saved[1], grads[0], grads[1], norm_weight_of(plan, grads), plan.programs);
     grads.insert(grads.end(), grad_sources.begin(), grad_sources.end());
     return grads;
   }
@@ -293,7 +293,10 @@ py::object attend(
   if (!items) {
     throw py::error_already_set();
   }
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
+  if (PySequence_Fast_GET_SIZE(items.ptr()) != plan->count) {
+    return py::none();
+  }
+  for (Py_ssize_t i = 0; i < plan->count; ++i) {
     const py::handle source = PySequence_Fast_GET_ITEM(items.ptr(), i);
     if (!is_ready(source, plan->source)) {
       return py::none();

@@ -268,8 +268,10 @@ def test_a_patched_method_is_called(backbones, monkeypatch, patch: Callable, blo
 
 @torch.no_grad()
 @pytest.mark.parametrize("kept", [(0, 1, 4, 5), (0, 3, 4), (2, 3), (5, 4, 3, 2, 1, 0)], ids=str)
-@pytest.mark.parametrize("case", BACKBONES)
-def test_a_model_with_removed_layers_computes_the_same_after_saving_and_loading(backbones, tmp_path, case, kept):
+@pytest.mark.parametrize("case, numbers_all", [*((case, False) for case in BACKBONES), ("llama", True)])
+def test_a_model_with_removed_layers_computes_the_same_after_saving_and_loading(
+    backbones, tmp_path, case, numbers_all, kept
+):
     types = ["linear_attention", "full_attention"] * 3
     fields = {"num_hidden_layers": 6} | ({"layer_types": types} if case == "kimi_linear" else {})
     model, token_ids = make(backbones, case, **fields), backbones.token_ids()
@@ -279,9 +281,11 @@ def test_a_model_with_removed_layers_computes_the_same_after_saving_and_loading(
     for name in ("layer_types", "mlp_layer_types"):
         if getattr(model.config, name, None):
             setattr(model.config, name, [getattr(model.config, name)[i] for i in kept])
-    # The backbone's attention finds its cache by this index.
+    # The backbone's attention finds its cache by this index. PEFT numbers all modules that have one.
     for i, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = i
+        for module in layer.modules() if numbers_all else [layer.self_attn]:
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = i
     logits = model(token_ids, use_cache=False).logits
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
