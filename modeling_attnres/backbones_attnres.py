@@ -72,7 +72,22 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
         if rules := conversion_mapping.get_checkpoint_conversion_mapping(theirs):
             rules = [_exact(rule) for rule in rules]
             conversion_mapping.register_checkpoint_conversion_mapping(ours, rules, overwrite=True)
+    if conversion_mapping.get_checkpoint_conversion_mapping(backbone):
+        _adapt_experts_alike(backbone, config_class.model_type)
     return classes
+
+
+def _adapt_experts_alike(backbone: str, model_type: str) -> None:
+    """Let PEFT adapt the experts of a model type as it does those of its backbone.
+
+    PEFT finds out by a table of `transformers` how old names of experts, as in `target_modules` and in adapters of
+    earlier releases, became new ones. Neither has a function that adds a model type. PEFT makes a copy of the table
+    when it is first needed, which may be before this.
+    """
+    peft = sys.modules.get("peft.utils.transformers_weight_conversion")
+    for module in filter(None, (conversion_mapping, peft)):
+        table = getattr(module, "_MODEL_TO_CONVERSION_PATTERN", {})
+        table[model_type] = table.get(backbone, backbone)  # a model type without a line has names of its own
 
 
 def _exact(rule: object) -> object:

@@ -79,10 +79,12 @@ def add_adapters(
         modules, parameters = _chosen(modules, parameters, targets)
     if not modules and not parameters:
         raise ValueError(f"{type(model).__name__} has no projection in its decoder layers to add an adapter to.")
-    if dropout and parameters:
-        raise ValueError(
-            f"dropout is {dropout}, but adapters of experts have none: set it to 0, or leave out the experts."
-        )
+    # PEFT would adapt the experts in place of these. It leaves names of weights as they are.
+    renamed = [name for name in modules if name.split(".")[-1] in _names_that_peft_changes(model)]
+    modules, weights = [name for name in modules if name not in renamed], [f"{name}.weight" for name in renamed]
+    if dropout and (parameters or weights):
+        kind, remedy = ("experts", ", or leave out the experts") if parameters else (" and ".join(renamed), "")
+        raise ValueError(f"dropout is {dropout}, but adapters of {kind} have none: set it to 0{remedy}.")
     alpha = 2 * rank if alpha is None else alpha
     options = {"r": rank, "lora_alpha": alpha}
     if parameters:
@@ -91,13 +93,15 @@ def add_adapters(
         # `r` is the rank of the experts, and patterns set the rank of the projections. The other way round, PEFT would
         # warn that the patterns match no module, since experts are parameters.
         options = {"r": expert_rank, "lora_alpha": alpha * expert_rank / rank}
-        patterns = [re.escape(name) for name in modules]
-        options |= {"rank_pattern": dict.fromkeys(patterns, rank), "alpha_pattern": dict.fromkeys(patterns, alpha)}
+        # One pattern for all, because PEFT would also warn of one that matches `weights` alone.
+        if names := [*modules, *weights]:
+            pattern = "|".join(map(re.escape, names))
+            options |= {"rank_pattern": {pattern: rank}, "alpha_pattern": {pattern: alpha}}
     config = LoraConfig(
         task_type="CAUSAL_LM",
         lora_dropout=dropout,
         target_modules=modules,
-        target_parameters=parameters or None,
+        target_parameters=[*parameters, *weights] or None,
         modules_to_save=peft_modules_to_save(model) or None,
         **options,
     )
@@ -173,6 +177,18 @@ def expert_weights(model: PreTrainedModel) -> list[str]:
         for name, module in layer.named_modules():
             names.update(f"{name}.{parameter}" for parameter in _stacked_weights(module))
     return sorted(names)
+
+
+def _names_that_peft_changes(model: PreTrainedModel) -> Collection[str]:
+    """Return the ends of names that PEFT takes for those of experts in earlier releases of `transformers`.
+
+    For a model type with experts, PEFT reads a target `gate_proj` as all experts' parts of `gate_up_proj`. So it would
+    miss the linear layers of that name, in dense layers and in shared experts. There is no public name for its table.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    return conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}).keys()
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
