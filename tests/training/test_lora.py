@@ -496,3 +496,12 @@ def test_peft_adapts_the_experts_of_a_retrofit_as_those_of_its_source(backbone, 
 
 def trained_names(model: PeftModel) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_dense_layers_of_a_standard_mixture_have_adapters_too():
+    fields = {name: value for name, value in SMALL.items() if not name.startswith("attn_res")}
+    config = AutoConfig.for_model("qwen3_moe", **fields, **MODELS["attnres_qwen3_moe"])
+    names = trained_names(add_adapters(AutoModelForCausalLM.from_config(config), rank=4))
+    (dense,) = config.mlp_only_layers
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        assert f"base_model.model.model.layers.{dense}.mlp.{projection}.lora_A.default.weight" in names
