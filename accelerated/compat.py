@@ -41,6 +41,12 @@ def are_backward_passes_compiled() -> bool:
     return bool(getattr(config, "compiled_autograd", False))
 
 
+def is_in_backward_pass() -> bool:
+    """Return whether autograd calls this code, or true if this version of torch does not show it."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is None or task() != -1
+
+
 def has_hooks_on_all_modules() -> bool:
     """Return whether there are hooks that run when any module is called."""
     has_hooks = getattr(torch_module, "_has_any_global_hook", None)
@@ -68,6 +74,7 @@ __all__ = [
     "are_backward_passes_compiled",
     "has_hooks_on_all_modules",
     "is_compiled",
+    "is_in_backward_pass",
     "is_silent",
     "module_call_is_unpatched",
     "why_operations_are_observed",

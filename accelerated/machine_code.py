@@ -8,8 +8,12 @@ from pathlib import Path
 
 def usual_parents(file: str) -> list[Path]:
     """Return where compiled code goes: the user's cache, or else beside the file that it is compiled from."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return [cache / "attnres", Path(file).parent / "__pycache__"]
+    parents = [Path(file).parent / "__pycache__"]
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # the user has no home directory
+        return parents
+    return [cache / "attnres", *parents]
 
 
 def writable_folder(name: str, parents: Sequence[Path]) -> Path:

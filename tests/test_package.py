@@ -131,7 +131,8 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
         for package, folder in PACKAGE_DIR.items()
         for path in (ROOT / folder).rglob("*")
         # Stored measurements, in `results`, stay in the project.
-        if path.suffix in {".py", ".json", ".yaml", ".html", ".css", ".js", ".jinja"} and "results" not in path.parts
+        if path.suffix in {".py", ".cpp", ".json", ".yaml", ".html", ".css", ".js", ".jinja"}
+        and "results" not in path.parts
     }
     assert "attnres/configuration/attnres-tiny/config.json" in expected
     expected.add("attnres_cli.py")

@@ -6,10 +6,9 @@ launched themselves. For tensors that need more, such as a cast, a copy or anoth
 The general path, of `implementation`, takes these and has the error messages.
 """
 
-import functools
-import threading
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from ..autograd import (
     norm_grads_in_operations,
     rms_norm_in_operations,
 )
-from ..compat import are_backward_passes_compiled, why_operations_are_observed
+from ..compat import are_backward_passes_compiled, is_in_backward_pass, why_operations_are_observed
 from ..inference_plan import Read
 from ..tensors import packed
 from ..training_plan import TrainingPlan, make_training_plan
@@ -124,6 +123,7 @@ class ReadPlan:
 
 
 _plans: dict[tuple, object] = {}  # plans in C++, by the arguments of `ReadPlan`
+_right_on: dict[torch.device, bool] = {}  # see `is_right_on`
 _recent: dict[tuple[int, int], object] = {}  # the plan last used, by the numbers of sources and of weights
 
 
@@ -134,8 +134,7 @@ def _plan(key: tuple) -> object | None:
         return None
     if query_shape not in (shape[-1:], (1, *shape[-1:])) or implementation.why_not_on(device, shape[-1]) is not None:
         return None
-    # Compiled autograd cannot look into nodes in C++.
-    if are_backward_passes_compiled() or not is_right_on(device):
+    if not is_right_on(device):
         return None
     plan = ReadPlan(*key)
     if not plan.is_aligned:
@@ -146,47 +145,45 @@ def _plan(key: tuple) -> object | None:
     return _plans[key]
 
 
-@functools.cache
 def is_right_on(device: torch.device) -> bool:
-    """Return whether the direct path computes on a device what the general path does; warn if not.
+    """Return whether the direct path computes on a device what PyTorch's operations compute; warn if not.
 
     The first call in a process makes a small read twice, forward and backward. How compiled kernels are called is no
     promise of Triton, so a new release may change it.
     """
-    if host.load() is None:
-        return False
-    reasons = []
-    # In a thread of its own, where no context of the caller, such as a checkpoint's, sees the tensors.
-    trial = threading.Thread(target=lambda: reasons.append(_try_on(device)))
-    trial.start()
-    trial.join()
-    if reasons == [None]:
-        return True
-    warnings.warn(f"The direct path of a read {reasons[0]} on {device}. The general path is taken.", stacklevel=2)
-    return False
+    if device not in _right_on:
+        if host.load() is None or is_in_backward_pass():  # where the trial's backward pass could wait for this one
+            return False
+        try:
+            # In a thread of its own, where no context of the caller, such as a checkpoint's, sees the tensors.
+            with ThreadPoolExecutor(1) as thread:
+                reason = thread.submit(_try_on, device).result()
+        except Exception as error:
+            reason = f"fails ({error})"
+        _right_on[device] = reason is None
+        if reason is not None:
+            warnings.warn(f"The direct path of a read {reason} on {device}. The general path is taken.", stacklevel=2)
+    return _right_on[device]
 
 
 def _try_on(device: torch.device) -> str | None:
-    """Return why the direct path does not run on a device, or `None` if its results are right."""
-    try:
-        values = torch.linspace(-1, 1, 7 * 16, dtype=torch.float32, device=device).view(7, 16)
-        values[3:6] += 2
-        sources, (query, key_norm_weight, norm_weight), grad = [*values[:3].split(1)], values[3:6], values[6:]
-        kind = grad.shape, grad.dtype, device, query.shape, query.dtype, key_norm_weight.dtype
-        plan = host.load().ReadPlan(ReadPlan(3, *kind, has_norm=True), _general_backward)
-        leaves = [tensor.clone().requires_grad_() for tensor in (query, key_norm_weight, norm_weight, *sources)]
-        query, key_norm_weight, norm_weight, *sources = leaves
-        result, _ = depth_attention_in_operations(query * key_norm_weight, sources, 1e-6, True)
-        result = rms_norm_in_operations(result, FollowingNorm(norm_weight, 1e-6))
-        right = [result, *torch.autograd.grad(result, leaves, grad)]
-        for _ in ("by Triton", "without its binder"):
-            result, _, _ = plan.attend((query, key_norm_weight, norm_weight), sources, 1e-6, True, True, True, 1e-6)
-            seen = [result, *torch.autograd.grad(result, leaves, grad)]
-            if not all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in zip(seen, right)):
-                return "computes other numbers"
-        return None
-    except Exception as error:
-        return f"fails ({error})"
+    """Return why the results of the direct path are not right on a device, or `None` if they are."""
+    values = torch.linspace(-1, 1, 7 * 16, dtype=torch.float32, device=device).view(7, 16)
+    values[3:6] += 2
+    sources, (query, key_norm_weight, norm_weight), grad = [*values[:3].split(1)], values[3:6], values[6:]
+    kind = grad.shape, grad.dtype, device, query.shape, query.dtype, key_norm_weight.dtype
+    plan = host.load().ReadPlan(ReadPlan(3, *kind, has_norm=True), _general_backward)
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key_norm_weight, norm_weight, *sources)]
+    query, key_norm_weight, norm_weight, *sources = leaves
+    result, _ = depth_attention_in_operations(query * key_norm_weight, sources, 1e-6, True)
+    result = rms_norm_in_operations(result, FollowingNorm(norm_weight, 1e-6))
+    right = [result, *torch.autograd.grad(result, leaves, grad)]
+    for _ in ("by Triton", "without its binder"):
+        result, _, _ = plan.attend((query, key_norm_weight, norm_weight), sources, 1e-6, True, True, True, 1e-6)
+        seen = [result, *torch.autograd.grad(result, leaves, grad)]
+        if not all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in zip(seen, right)):
+            return "computes other numbers"
+    return None
 
 
 def attend(
@@ -218,7 +215,8 @@ def attend(
     first = sources[0]
     if torch.compiler.is_compiling() or not first.is_cuda:
         return None
-    if why_operations_are_observed() is not None:
+    # Compiled autograd cannot look into nodes in C++.
+    if why_operations_are_observed() is not None or are_backward_passes_compiled():
         return None
     norm_weight, norm_eps = norm or (None, 0.0)
     weights = (query, key_norm_weight) if norm_weight is None else (query, key_norm_weight, norm_weight)
@@ -297,10 +295,11 @@ def _general_backward(
     norm = FollowingNorm(sources.pop(0), norm_eps) if has_norm else None
     needs_sources = needed[-len(sources) :]
     later_grads = later_grads or [None] * len(sources)
-    if grad is None:
-        grad = torch.zeros_like(sources[0])
-    elif grad.is_sparse:
-        grad = grad.to_dense()
+    grad = torch.zeros_like(sources[0]) if grad is None else grad
+    grad, grad_weights, *later_grads = [
+        tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor
+        for tensor in (grad, grad_weights, *later_grads)
+    ]
     folded = _folded(query, key_norm_weight)
     if torch.is_grad_enabled():  # this pass will be differentiated itself
         request = BackwardRequest(
@@ -313,7 +312,8 @@ def _general_backward(
             grad, grad_norm = norm_grads_in_operations(grad, hidden, norm)
         partial, grad_sources = launch.backward(
             packed(grad), None if grad_weights is None else packed(grad_weights),
-            implementation.all_or_none(later_grads), folded, sources, statistics, is_sum, any(needs_sources),
+            implementation.all_or_none(later_grads), folded, [*map(packed, sources)], packed(statistics), is_sum,
+            any(needs_sources),
         )  # fmt: skip
         grad_folded = partial.sum(0)
     grads_of_weights = [*_unfolded(grad_folded, query, key_norm_weight), *([grad_norm] if has_norm else [])]

@@ -18,7 +18,7 @@
 
 namespace py = pybind11;
 
-namespace {
+namespace attnres {
 
 using at::Tensor;
 using at::TensorList;
@@ -37,8 +37,10 @@ struct Kind {
 
   // Whether kernels take the tensor as it is, at an address for which Triton compiled them.
   bool fits(const Tensor& tensor) const {
-    if (tensor.scalar_type() != dtype || tensor.layout() != at::kStrided || tensor.device() != device ||
-        tensor.sizes() != shape || !tensor.is_contiguous() || tensor.is_neg()) {
+    // A subclass that is implemented in Python may have its numbers elsewhere.
+    if (tensor.key_set().has(c10::DispatchKey::Python) || !tensor.has_storage() || tensor.scalar_type() != dtype ||
+        tensor.layout() != at::kStrided || tensor.device() != device || tensor.sizes() != shape ||
+        !tensor.is_contiguous() || tensor.is_neg()) {
       return false;
     }
     const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -49,11 +51,11 @@ struct Kind {
 // All that reads of the same shapes share. Its inputs are the query, the key norm's weight, with `has_norm` the weight
 // of the norm that follows, and the sources.
 struct ReadPlan : torch::CustomClassHolder {
-  Kind source;
+  Kind source, statistics, scratch;  // `scratch` is the kind of the depth weights too
   std::vector<Kind> weights;
   bool has_norm;
   int64_t tokens, count, padding, programs;
-  Shape statistics_shape, scratch_shape, partial_shape, grads_shape;
+  Shape partial_shape, grads_shape;
   py::object forward, finish;  // launchers
   py::object backward;         // `ReadPlan.backward`, which returns a launcher
   py::object general_backward;
@@ -125,9 +127,13 @@ Outputs compute(const Call& call, TensorList inputs) {
   const auto& plan = *call.plan;
   const auto sources = inputs.slice(plan.weights.size());
   const c10::DeviceGuard on(plan.source.device);
-  Outputs outputs{
-      at::empty_like(sources[0]), plan.has_norm ? at::empty_like(sources[0]) : Tensor(),
-      at::empty(plan.statistics_shape, sources[0].options().dtype(at::kFloat))};
+  Outputs outputs;
+  {
+    py::gil_scoped_release unlocked;  // an allocation may have to wait for the device
+    outputs.result = at::empty_like(sources[0]);
+    outputs.hidden = plan.has_norm ? at::empty_like(sources[0]) : Tensor();
+    outputs.statistics = at::empty(plan.statistics.shape, sources[0].options().dtype(at::kFloat));
+  }
   const py::none no_phase;
   launch(
       plan.forward, pointers(sources, plan.padding), inputs[0], inputs[1], no_phase, no_phase, no_phase,
@@ -191,23 +197,14 @@ struct Read : torch::autograd::Function<Read> {
     for (size_t i = 0; i < saved.size() - 2; ++i) {
       needed.push_back(context->needs_input_grad(i));
     }
-    py::gil_scoped_acquire lock;
-    try {
-      auto computed = grads_of_inputs(*call, grads, saved, needed);
-      for (size_t i = 0; i < needed.size(); ++i) {
-        if (!needed[i]) {
-          computed[i].reset();
-        }
+    auto computed = grads_of_inputs(*call, grads, saved, needed);
+    for (size_t i = 0; i < needed.size(); ++i) {
+      if (!needed[i]) {
+        computed[i].reset();
       }
-      computed.emplace_back();  // `call` has no gradient
-      return computed;
-    } catch (py::error_already_set& error) {
-      // Autograd carries this kind of error from its thread to the caller's.
-      error.restore();
-      python_error carried;
-      carried.persist();
-      throw carried;
     }
+    computed.emplace_back();  // `call` has no gradient
+    return computed;
   }
 
   // Gradients of the inputs from those of the result, the weights and the returned sources, by the kernels or else by
@@ -215,28 +212,55 @@ struct Read : torch::autograd::Function<Read> {
   static variable_list grads_of_inputs(
       const Call& call, const variable_list& grads, const variable_list& saved, const std::vector<bool>& needed) {
     const auto& plan = *call.plan;
-    const Kind scratch{at::kFloat, plan.scratch_shape, plan.source.device};
     const bool are_strided = std::all_of(grads.begin(), grads.end(), [](const Tensor& grad) {
       return !grad.defined() || grad.layout() == at::kStrided;
     });
-    if (grads[0].defined() && are_strided && !at::GradMode::is_enabled()) {
-      const auto grad = grads[0].contiguous();
+    // If gradients are recorded, this pass will be differentiated itself.
+    if (are_strided && !at::GradMode::is_enabled() && are_as_saved(plan, saved)) {
+      const auto grad = grads[0].defined() ? grads[0].contiguous() : at::zeros_like(saved[plan.weights.size()]);
       const auto grad_weights = grads[1].defined() ? grads[1].contiguous() : grads[1];
       const auto later = all_or_none({grads.begin() + 2, grads.end()});
       const auto fits = [&](const Tensor& tensor) { return plan.source.fits(tensor); };
       if (fits(grad) && std::all_of(later.begin(), later.end(), fits) &&
-          (!grad_weights.defined() || scratch.fits(grad_weights))) {
+          (!grad_weights.defined() || plan.scratch.fits(grad_weights))) {
         return compute_grads(call, grad, grad_weights, later, saved, needed);
       }
     }
-    // If gradients are recorded, this pass will be differentiated itself.
-    const auto general =
-        plan.general_backward(grads, saved, needed, plan.has_norm, call.eps, call.is_sum, call.norm_eps);
-    variable_list computed;
-    for (const auto grad : py::cast<py::sequence>(general)) {
-      computed.push_back(grad.is_none() ? Tensor() : THPVariable_Unpack(grad.ptr()));
+    return with_python([&] {
+      const auto general =
+          plan.general_backward(grads, saved, needed, plan.has_norm, call.eps, call.is_sum, call.norm_eps);
+      variable_list computed;
+      for (const auto grad : py::cast<py::sequence>(general)) {
+        computed.push_back(grad.is_none() ? Tensor() : THPVariable_Unpack(grad.ptr()));
+      }
+      return computed;
+    });
+  }
+
+  // Whether saved tensors still are what the forward pass saved: hooks may return others, and `data` may be replaced.
+  static bool are_as_saved(const ReadPlan& plan, const variable_list& saved) {
+    const auto number = plan.weights.size(), end = saved.size() - 2;
+    for (size_t i = 0; i < end; ++i) {
+      if (!(i < number ? plan.weights[i] : plan.source).fits(saved[i])) {
+        return false;
+      }
     }
-    return computed;
+    return plan.statistics.fits(saved[end]) && (!plan.has_norm || plan.source.fits(saved[end + 1]));
+  }
+
+  // Call a function that needs Python's lock, which autograd's threads do not hold.
+  template <typename Function>
+  static variable_list with_python(const Function& function) {
+    py::gil_scoped_acquire lock;
+    try {
+      return function();
+    } catch (py::error_already_set& error) {
+      // Autograd carries this kind of error from its thread to the caller's.
+      error.restore();
+      python_error carried;
+      carried.persist();
+      throw carried;
+    }
   }
 
   static variable_list compute_grads(
@@ -247,27 +271,29 @@ struct Read : torch::autograd::Function<Read> {
     const auto number = plan.weights.size();
     const auto sources = TensorList(saved).slice(number, plan.count);
     const auto floats = grad.options().dtype(at::kFloat);
-    const auto partial = at::empty(plan.partial_shape, floats);
+    const auto partial = at::empty(plan.partial_shape, floats), scratch = at::empty(plan.scratch.shape, floats);
     const bool needs_sources = std::any_of(needed.begin() + number, needed.end(), [](bool is) { return is; });
     variable_list grad_sources(plan.count);
     if (needs_sources) {
       grad_sources = at::empty(plan.grads_shape, grad.options()).unbind();
     }
-    const auto optional = [&](const variable_list& tensors, bool is_given) -> py::object {
-      return is_given ? py::object(pointers(tensors, plan.padding)) : py::none();
-    };
-    launch(
-        plan.backward(grad_weights.defined(), needs_sources, !later.empty()), grad, grad_weights,
-        pointers(sources, plan.padding), saved[0], saved[1], saved.back(), norm_weight_of(plan, saved),
-        saved[saved.size() - 2], at::empty(plan.scratch_shape, floats), partial, optional(grad_sources, needs_sources),
-        optional(later, !later.empty()), plan.tokens, plan.count, call.factor(), call.norm_eps);
     variable_list grads;
     for (size_t i = 0; i < number; ++i) {
       grads.push_back(at::empty_like(saved[i]));
     }
-    launch(plan.finish, partial, saved[0], saved[1], grads[0], grads[1], norm_weight_of(plan, grads), plan.programs);
     grads.insert(grads.end(), grad_sources.begin(), grad_sources.end());
-    return grads;
+    const auto optional = [&](const variable_list& tensors, bool is_given) -> py::object {
+      return is_given ? py::object(pointers(tensors, plan.padding)) : py::none();
+    };
+    return with_python([&] {
+      launch(
+          plan.backward(grad_weights.defined(), needs_sources, !later.empty()), grad, grad_weights,
+          pointers(sources, plan.padding), saved[0], saved[1], saved.back(), norm_weight_of(plan, saved),
+          saved[saved.size() - 2], scratch, partial, optional(grad_sources, needs_sources),
+          optional(later, !later.empty()), plan.tokens, plan.count, call.factor(), call.norm_eps);
+      launch(plan.finish, partial, saved[0], saved[1], grads[0], grads[1], norm_weight_of(plan, grads), plan.programs);
+      return grads;
+    });
   }
 };
 
@@ -278,8 +304,16 @@ bool is_ready(py::handle object, const Kind& kind) {
 
 // Compute a read; return `None` if the general path must run. `direct.attend` has the documentation.
 py::object attend(
-    const c10::intrusive_ptr<ReadPlan>& plan, const py::tuple& weights, const py::sequence& sources, double eps,
+    const c10::intrusive_ptr<ReadPlan>& plan, const py::tuple& weights, const py::object& sources, double eps,
     bool is_sum, bool fuse_later_grads, bool needs_weights, double norm_eps) {
+  // Python's own functions for lists and tuples take a third of the time of pybind's for sequences.
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sources.ptr(), "sources must be a sequence"));
+  if (!items) {
+    throw py::error_already_set();
+  }
+  if (weights.size() != plan->weights.size() || PySequence_Fast_GET_SIZE(items.ptr()) != plan->count) {
+    return py::none();
+  }
   variable_list inputs;
   inputs.reserve(weights.size() + plan->count);
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -287,14 +321,6 @@ py::object attend(
       return py::none();
     }
     inputs.push_back(THPVariable_Unpack(py::handle(weights[i]).ptr()));
-  }
-  // Python's own functions for lists and tuples take a third of the time of pybind's for sequences.
-  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sources.ptr(), "sources must be a sequence"));
-  if (!items) {
-    throw py::error_already_set();
-  }
-  if (PySequence_Fast_GET_SIZE(items.ptr()) != plan->count) {
-    return py::none();
   }
   for (Py_ssize_t i = 0; i < plan->count; ++i) {
     const py::handle source = PySequence_Fast_GET_ITEM(items.ptr(), i);
@@ -327,6 +353,8 @@ c10::intrusive_ptr<ReadPlan> make_plan(const py::object& attributes, const py::o
     field = attributes.attr(name).cast<std::decay_t<decltype(field)>>();
   };
   plan->source = kind_of(attributes.attr("source_kind").cast<KindInPython>());
+  plan->statistics = {at::kFloat, attributes.attr("statistics_shape").cast<Shape>(), plan->source.device};
+  plan->scratch = {at::kFloat, attributes.attr("scratch_shape").cast<Shape>(), plan->source.device};
   for (const auto kind : attributes.attr("weight_kinds")) {
     plan->weights.push_back(kind_of(kind.cast<KindInPython>()));
   }
@@ -335,8 +363,6 @@ c10::intrusive_ptr<ReadPlan> make_plan(const py::object& attributes, const py::o
   read("count", plan->count);
   read("padding", plan->padding);
   read("programs", plan->programs);
-  read("statistics_shape", plan->statistics_shape);
-  read("scratch_shape", plan->scratch_shape);
   read("partial_shape", plan->partial_shape);
   read("grads_shape", plan->grads_shape);
   read("forward", plan->forward);
@@ -346,10 +372,11 @@ c10::intrusive_ptr<ReadPlan> make_plan(const py::object& attributes, const py::o
   return plan;
 }
 
-}  // namespace
+}  // namespace attnres
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  py::class_<ReadPlan, c10::intrusive_ptr<ReadPlan>>(module, "ReadPlan")
-      .def(py::init(&make_plan))
-      .def("attend", torch::wrap_pybind_function(attend));
+  using attnres::ReadPlan;
+  py::class_<ReadPlan, c10::intrusive_ptr<ReadPlan>>(module, "ReadPlan", py::module_local())
+      .def(py::init(&attnres::make_plan))
+      .def("attend", torch::wrap_pybind_function(attnres::attend));
 }

@@ -1,12 +1,12 @@
 """Compile `host.cpp` once per machine and version of PyTorch, and load it."""
 
-import functools
 import hashlib
 import importlib.util
 import os
 import platform
+import shlex
+import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import warnings
@@ -21,34 +21,70 @@ from ..machine_code import usual_parents, writable_folder
 SOURCE = Path(__file__).with_suffix(".cpp")
 _NAME = "attnres_host"
 _LIBRARIES = "c10", "torch_cpu", "torch", "torch_python"
+_loaded: list[ModuleType | None] = []  # what the first call of `load` returned
 
 
-@functools.cache
 def load() -> ModuleType | None:
     """Return the compiled module; warn and return `None` if it cannot be compiled here.
 
     The first call on a machine compiles for about half a minute, by the C++ compiler of the environment variable CXX
     or else by `c++`. Later processes load the file.
     """
+    if not _loaded:
+        module = reason = None
+        try:
+            module = _find() or _make()
+        except Exception as error:
+            lines = str(getattr(error, "stderr", None) or error).splitlines() or [type(error).__name__]
+            reason = next((line for line in lines if "error:" in line), lines[0])
+        _loaded.append(module)  # before the warning, which may be an error
+        if module is None:
+            warnings.warn(
+                f"The host's work for a read on a GPU takes longer, because {SOURCE.name} could not be compiled: "
+                f"{reason}. It needs a compiler for C++20, such as GCC 11 (`apt-get install g++`), and a folder to "
+                "write to.",
+                stacklevel=2,
+            )
+    return _loaded[0]
+
+
+def _find() -> ModuleType | None:
+    """Load the file that an earlier process has compiled, also from a folder that cannot be written to."""
+    for parent in usual_parents(__file__):
+        file = parent / _folder() / f"{_NAME}.so"
+        try:
+            # A damaged file could end the process when it is loaded.
+            if hashlib.sha256(file.read_bytes()).hexdigest() == _digest_file(file).read_text():
+                return _import(file)
+        except (OSError, ImportError):
+            continue
+    return None
+
+
+def _make() -> ModuleType:
+    """Compile the file and load it."""
+    folder = writable_folder(_folder(), usual_parents(__file__))
+    file = folder / f"{_NAME}.so"
     try:
-        made_by = torch.__version__, sys.implementation.cache_tag, platform.machine()
-        digest = hashlib.sha256(repr(made_by).encode() + SOURCE.read_bytes()).hexdigest()
-        file = writable_folder(f"host-{digest[:32]}", usual_parents(__file__)) / f"{_NAME}.so"
         with FileLock(f"{file}.lock"):  # one of several processes compiles
-            try:
-                return _import(file)
-            except ImportError:  # the file is missing or damaged
-                _compile(file)
-                return _import(file)
-    except Exception as error:
-        lines = str(getattr(error, "stderr", None) or error).splitlines() or [type(error).__name__]
-        reason = next((line for line in lines if "error:" in line), lines[0])
-        warnings.warn(
-            f"The host's work for a read on a GPU takes longer, because {SOURCE.name} does not compile: {reason}. "
-            "It needs a compiler for C++20, such as GCC 11 (`apt-get install g++`).",
-            stacklevel=2,
-        )
-        return None
+            if (module := _find()) is not None:
+                return module
+            for remains in folder.glob("tmp*"):  # of processes that were killed
+                shutil.rmtree(remains, ignore_errors=True)
+            _compile(file)
+    except NotImplementedError:  # the file system has no locks
+        _compile(file)
+    return _import(file)
+
+
+def _folder() -> str:
+    made_by = torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"), platform.machine()
+    digest = hashlib.sha256(repr(made_by).encode() + SOURCE.read_bytes()).hexdigest()
+    return f"host-{digest[:32]}"
+
+
+def _digest_file(file: Path) -> Path:
+    return file.with_suffix(".sha256")
 
 
 def _import(file: Path) -> ModuleType:
@@ -66,13 +102,16 @@ def _compile(file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         result = Path(folder) / file.name
         command = [
-            *(os.environ.get("CXX") or "c++").split(), "-std=c++20", "-O2", "-fPIC", "-shared",
-            f"-DTORCH_EXTENSION_NAME={_NAME}", *(f"-isystem{path}" for path in headers), str(SOURCE),
-            *(f"-L{path}" for path in cpp_extension.library_paths()), *(f"-l{name}" for name in _LIBRARIES),
-            "-o", str(result),
+            *(shlex.split(os.environ.get("CXX", "")) or ["c++"]), "-std=c++20", "-O2", "-fPIC", "-shared",
+            "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={_NAME}", *(f"-isystem{path}" for path in headers),
+            str(SOURCE), *(f"-L{path}" for path in cpp_extension.library_paths()),
+            *(f"-l{name}" for name in _LIBRARIES), "-o", str(result),
         ]  # fmt: skip
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
+        digest = _digest_file(result)
+        digest.write_text(hashlib.sha256(result.read_bytes()).hexdigest())
         os.replace(result, file)
+        os.replace(digest, _digest_file(file))
 
 
 __all__ = ["SOURCE", "load"]
