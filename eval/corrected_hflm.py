@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from attnres.conversion.whole import check_source_sizes, load_whole
+from attnres.eval.answer_length import answer_tokens
 from attnres.utils.token_ids import check_token_ids
 
 logger = logging.getLogger(__name__)
@@ -290,7 +291,7 @@ class CorrectedHFLM(HFLM):
         check_token_ids(chain.from_iterable(prompts), self.model, "a question")
         lengths = [len(prompt) for prompt in prompts]
         # The answer is reserved first. A prompt has the rest of the context.
-        limits = [self.max_length - request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests]
+        limits = [self.max_length - answer_tokens(request.args[1]) for request in requests]
         self._count_cut(sum(length > limit for length, limit in zip(lengths, limits)), len(requests))
         generate = partial(super().generate_until, disable_tqdm=True)
         with self._reported(len(requests), "generate_until", disable_tqdm) as report:

@@ -12,7 +12,7 @@ from attnres.conversion import retrofit
 from attnres.eval.benchmarks import pick
 from attnres.eval.options import EvalOptions
 from attnres.eval.start import check_run
-from attnres.eval.store import HASH, ResultStore
+from attnres.eval.store import ResultStore
 
 TASK = "arc_challenge"
 
@@ -62,6 +62,8 @@ def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
         (lambda result: result["samples"][1].pop("target_hash"), "samples"),
         (lambda result: result["samples"][1].update(doc_id=[]), "samples"),
         (lambda result: result["samples"][1].update(acc_norm=None), "acc_norm of a sample"),
+        (lambda result: result["samples"][1].update(acc_norm=float("nan")), "acc_norm of a sample"),
+        (lambda result: result["configs"][TASK].update(output_type="generate_until"), "answer_tokens"),
     ],
 )
 def test_the_message_on_a_stored_result_of_another_form_names_the_part(change, part, refusal, tmp_path):
@@ -89,19 +91,6 @@ def test_a_results_file_with_parts_of_another_form_is_named(change, refusal, tmp
     path = tmp_path / "out" / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert refusal().startswith(f"{path} is damaged (")
-
-
-@pytest.mark.slow
-def test_nan_in_a_stored_score_is_reported_as_nan(evaluated, model, hub, tmp_path):
-    """Such a score is a measurement of a broken model, which a report must show."""
-    shutil.copytree(evaluated, tmp_path / "out")
-    store = ResultStore(tmp_path / "out" / "model", json.loads((evaluated / "model" / "setup.json").read_text()))
-    result = store.read(TASK)
-    result["samples"][0]["acc_norm"] = result["results"][TASK]["acc_norm,none"] = float("nan")
-    store.write(TASK, result)
-    assert HASH in json.loads(store.path(TASK).read_text())
-    run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick(TASK), data=hub, limit=3))
-    assert "| nan" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_model_without_a_tokenizer_is_refused_before_the_data_is_read(model, tmp_path, monkeypatch):
