@@ -212,7 +212,9 @@ def _evaluate(lm: SharedPrefixLM, job: Job, limit: int | None, seed: int) -> dic
         "answer_tokens": answer_tokens(task.config.generation_kwargs) if generates else None,
         "scoring": scoring_digest(task),
         "samples": [{key: value for key, value in sample.items() if key not in texts} for sample in samples],
-        "model": lm.get_model_info() | ({"code_execution": sandbox.level()} if task.config.unsafe_code else {}),
+        "model": lm.get_model_info()
+        | ({"code_execution": sandbox.level()} if task.config.unsafe_code else {})
+        | ({"ignored_settings": lm.ignored_settings} if generates else {}),
     }
 
 
