@@ -20,7 +20,7 @@ from attnres.eval.failures import Failures, failure_lines
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results
 from attnres.eval.options import EvalOptions
 from attnres.eval.paper import Benchmark
-from attnres.eval.report import cut_note, plot, revision_note, to_markdown, to_table
+from attnres.eval.report import make_notes, plot, to_markdown, to_table
 from attnres.eval.rows import make_row
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lost
@@ -183,16 +183,16 @@ def _report(
     baseline_pair = (results[0], baseline.store) if baseline else None
     rows = [make_row(benchmark, tasks, results[-1], model.store, baseline_pair) for benchmark, tasks in loaded.items()]
     names = model.name, baseline.name if baseline else None
-    report = to_markdown(rows, failures, *names, results=results[-1])
+    by_model = results[-1], results[0] if baseline else None
+    report = to_markdown(rows, failures, *names, *by_model)
     # All checks are above, since files are replaced from here on.
     for file, combined in zip((RESULTS, BASELINE_RESULTS), reversed(results)):
         atomic_write(out / file, to_json(combined, indent=2))
     atomic_write(out / REPORT, report)
     plot(rows, out / CHART, *names)
     console.print(to_table(rows, *names), width=None if console.is_terminal else WIDE)
-    for note in (cut_note(rows, model.name), revision_note(rows)):
-        if note:
-            console.print(f"Note: {escape(note)}")
+    for note in make_notes(rows, *names, *by_model):
+        console.print(f"Note: {escape(note)}")
     console.print(f"Written to [bold]{escape(str(out))}[/]: {REPORT}, {CHART}, {RESULTS}.")
     _write_for_hub(console, out, make_results(rows, results[-1], names[1]))
 

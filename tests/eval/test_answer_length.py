@@ -72,7 +72,7 @@ def test_a_limit_ends_with_its_block(loaded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens"])
-def test_a_short_baseline_does_not_limit_the_answers_of_the_model(name, evaluate, models, monkeypatch):
+def test_a_short_baseline_does_not_limit_the_answers_of_the_model(name, evaluate, models, monkeypatch, capsys):
     out = evaluate("long", "short", name)
     budgets = {}
     for role in ("model", "baseline"):
@@ -80,6 +80,14 @@ def test_a_short_baseline_does_not_limit_the_answers_of_the_model(name, evaluate
         assert stored["answer_tokens"] == 600
         budgets[role] = answer_tokens(stored["configs"]["long_answers"]["generation_kwargs"])
     assert budgets == {"model": 512, "baseline": 20}
+    report = (out / "report.md").read_text()
+    for text in (report, capsys.readouterr().out):
+        for role, budget in budgets.items():
+            model = models / {"model": "long", "baseline": "short"}[role]
+            note = f"Answers of {model} had at most half of its context: long_answers {budget} instead of 600 tokens."
+            assert note in text.replace("\\_", "_")
+        assert f"longer than the context of {models / 'short'} lost their beginning: long_answers 50%" in text
+    assert "Both models answer the same items" in report
     monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
     evaluate("long", "short", name)
     with pytest.raises(ValueError, match="computed with another generation_kwargs of the task long_answers"):

@@ -291,6 +291,9 @@ def missing(doc, results):
 def broken(doc, results):
     return {"acc": 1 / doc["answer"]}
 
+def level(doc, results):
+    return {"acc": 37.5 + doc["answer"]}
+
 def no_memory(doc, results):
     raise MemoryError("full")
 """
@@ -324,6 +327,15 @@ def test_a_scorer_that_fails_or_returns_no_number_fails_its_task_alone(folder, m
         assert not (out / "model" / f"{name}.json").exists()
     report = (out / "report.md").read_text()
     assert "| sums | 2 |" in report and str(folder) not in report
+
+
+@pytest.mark.slow
+def test_a_score_above_1_is_shown_in_its_own_unit(folder, model, tmp_path):
+    scored_by(folder, "level")
+    run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick("level,sums", folder), limit=2))
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| level | 2 | 0 | 38.0 ± 0.5 |" in report and "| sums | 2 | 0 | 50.0 ± 50.0 |" in report
+    assert "Not percent, but in the unit of the metric: level (acc)." in report
 
 
 @pytest.mark.slow
