@@ -22,7 +22,13 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from attnres.conversion.whole import check_source_sizes, load_whole
 from attnres.eval.answer_length import answer_tokens
@@ -49,6 +55,27 @@ _NOT_GREEDY = (
     *("min_length", "min_new_tokens", "no_repeat_ngram_size", "penalty_alpha", "remove_invalid_values"),
     *("sequence_bias", "stop_strings", "suppress_tokens", "token_healing", "watermarking_config"),
 )
+
+
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str, generates: bool = False) -> None:
+    """Raise if a tokenizer does not name the special tokens that an evaluation needs.
+
+    The harness begins a text without context with BOS or, without one, EOS. It ends an answer at EOS.
+
+    Args:
+        tokenizer: The tokenizer.
+        source: The name of the model, for the message.
+        generates: Whether the model generates answers. Otherwise it only scores texts.
+
+    Raises:
+        ValueError: It names neither BOS nor EOS, or lacks EOS and the model generates answers.
+    """
+    if tokenizer.eos_token_id is None and (generates or tokenizer.bos_token_id is None):
+        lacks = "no EOS token, at which an answer ends" if generates else "neither a BOS nor an EOS token"
+        raise ValueError(
+            f"The tokenizer of {source} names {lacks}. Name the token that ends a text as `eos_token` in its "
+            "tokenizer_config.json."
+        )
 
 
 class CorrectedHFLM(HFLM):
@@ -78,6 +105,9 @@ class CorrectedHFLM(HFLM):
 
     Attributes:
         cut_requests: The number of requests so far that were longer than the model's context.
+
+    Raises:
+        ValueError: The tokenizer names neither a BOS nor an EOS token.
     """
 
     def __init__(
@@ -88,6 +118,7 @@ class CorrectedHFLM(HFLM):
         **hflm_arguments,
     ) -> None:
         super().__init__(pretrained, **hflm_arguments)
+        check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model")
         self.progress = progress
         self.cut_requests = 0
         if self.batch_size == "auto":
@@ -299,8 +330,10 @@ class CorrectedHFLM(HFLM):
             disable_tqdm: Whether to draw no progress bar.
 
         Raises:
-            RuntimeError: One sequence alone does not fit in memory.
+            RuntimeError: One sequence alone does not fit in memory, or a logit is NaN.
+            ValueError: The tokenizer names no EOS token.
         """
+        check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model", generates=True)
         texts: dict[int, str] = {}
         groups: dict[str, list[int]] = {}  # a batch has one set of generation arguments
         for index, request in enumerate(requests):
@@ -453,4 +486,4 @@ def _explained_memory_error(longest: int) -> Iterator[None]:
         ) from None
 
 
-__all__ = ["Answer", "CorrectedHFLM", "Finish", "Request"]
+__all__ = ["Answer", "CorrectedHFLM", "Finish", "Request", "check_special_tokens"]

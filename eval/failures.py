@@ -89,7 +89,7 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, RuntimeError) or (is_ours and isinstance(error, ValueError)):
         return message
     # Only the file's name: reports get published.
-    return f"{type(error).__name__} at line {place.lineno} of {Path(place.filename).name}: {message}"
+    return f"{type(error).__name__} at line {place.lineno} of {Path(place.filename).name}: {message or 'no message'}"
 
 
 def code_refused(benchmark: Benchmark) -> TaskFailure:

@@ -138,7 +138,7 @@ def _settings_note(results: Mapping[str, Any], model: str) -> str | None:
     """Return a sentence on the settings beside a model that would have changed its answers."""
     settings = results["config"].get("ignored_settings") or {}
     values = ", ".join(f"{name} {shorten(str(value), 40)}" for name, value in settings.items())
-    return f"Answers are greedy, so the generation_config.json of {model} did not count: {values}." if values else None
+    return f"For answers, the generation_config.json of {model} did not count: {values}." if values else None
 
 
 def _unit_note(rows: Sequence[ReportRow]) -> str | None:

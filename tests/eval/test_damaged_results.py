@@ -11,6 +11,7 @@ from attnres.commands.eval import run_eval
 from attnres.conversion import retrofit
 from attnres.eval.benchmarks import pick
 from attnres.eval.options import EvalOptions
+from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import check_run
 from attnres.eval.store import ResultStore
 
@@ -100,3 +101,44 @@ def test_a_model_without_a_tokenizer_is_refused_before_the_data_is_read(model, t
         with pytest.raises(ValueError, match=f"^{tmp_path / 'bare'} has no tokenizer that loads: save one there by "):
             run_eval(EvalOptions(out=tmp_path / "out", benchmarks=pick(TASK), **names))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def changed_model(model, tmp_path) -> Callable[..., str]:
+    """Return `changed_model(**settings)`: a copy of the model with these settings of its tokenizer."""
+
+    def change(**settings) -> str:
+        shutil.copytree(model, tmp_path / "changed")
+        path = tmp_path / "changed" / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        return str(path.parent)
+
+    return change
+
+
+def test_a_tokenizer_without_bos_and_eos_is_refused_before_the_data_is_read(changed_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnres.commands.eval.load_all", lambda *_: pytest.fail("the data was loaded"))
+    name = changed_model(bos_token=None, eos_token=None)
+    with pytest.raises(ValueError, match=f"^The tokenizer of {name} names neither a BOS nor an EOS .* as `eos_token`"):
+        run_eval(EvalOptions(name, tmp_path / "out", benchmarks=pick(TASK)))
+    with pytest.raises(ValueError, match="names neither a BOS nor an EOS"):
+        SharedPrefixLM(name, device="cpu")
+
+
+def test_a_tokenizer_without_eos_is_refused_before_answers_are_generated(changed_model, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
+    name = changed_model(eos_token=None)
+    with pytest.raises(ValueError, match=f"^The tokenizer of {name} names no EOS token, at which an answer ends"):
+        run_eval(EvalOptions(name, tmp_path / "out", benchmarks=pick("gsm8k"), data=hub, limit=1))
+
+
+@pytest.mark.parametrize("file", ["merges.txt", "a.tiktoken"])
+def test_results_of_a_model_are_not_reused_after_a_file_of_its_tokenizer_changed(file, changed_model, hub, tmp_path):
+    """A copy of an evaluated model gets a file of another kind of tokenizer, and then another one."""
+    path = Path(changed_model(), file)
+    path.write_text("a b")
+    arguments = {"out": tmp_path / "out", "benchmarks": pick(TASK), "data": hub, "limit": 1}
+    run_eval(EvalOptions(str(path.parent), **arguments))
+    path.write_text("a b c")
+    with pytest.raises(FileExistsError, match=r"holds results whose setup\.json has other 'files'"):
+        run_eval(EvalOptions(str(path.parent), **arguments))

@@ -108,7 +108,7 @@ def test_cut_prompts_are_never_none_or_all_by_rounding():
 def test_settings_of_generation_that_did_not_count_are_named():
     config = RESULTS["config"] | {"ignored_settings": {"repetition_penalty": 1.3}}
     (note,) = make_notes([row()], "m", "b", RESULTS, RESULTS | {"config": config})
-    assert note == "Answers are greedy, so the generation_config.json of b did not count: repetition_penalty 1.3."
+    assert note == "For answers, the generation_config.json of b did not count: repetition_penalty 1.3."
 
 
 def test_numbers_that_are_not_percent_are_named(tmp_path):
