@@ -1,4 +1,4 @@
-"""A short context limits the answers of its own model only, whatever name a task has for the number of tokens."""
+"""Answers have the length that a task says, limited by the context of their own model, and are greedy."""
 
 import json
 import shutil
@@ -92,3 +92,13 @@ def test_a_short_baseline_does_not_limit_the_answers_of_the_model(name, evaluate
     evaluate("long", "short", name)
     with pytest.raises(ValueError, match="computed with another generation_kwargs of the task long_answers"):
         evaluate("long", "short", name, until="!")
+
+
+@pytest.mark.slow
+def test_a_run_names_the_settings_of_generation_that_did_not_count(evaluate, models, capsys):
+    path = models / "short" / "generation_config.json"
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | {"repetition_penalty": 1.3, "temperature": 0.6}))
+    out = evaluate("long", "short")
+    note = f"For answers, the generation_config.json of {models / 'short'} did not count: repetition_penalty 1.3."
+    assert note in (out / "report.md").read_text().replace("\\_", "_") and note in capsys.readouterr().out
