@@ -13,14 +13,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attnres.conversion.checkpoint import find
+from attnres.conversion.side_files import TOKENIZER_PATTERNS
 from attnres.conversion.tokenizers import load_tokenizer
 from attnres.conversion.whole import check_source_sizes
 from attnres.eval import sandbox
+from attnres.eval.corrected_hflm import check_special_tokens
 from attnres.eval.failures import Failures, failure_lines
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results
 from attnres.eval.options import EvalOptions
 from attnres.eval.paper import Benchmark
-from attnres.eval.report import cut_note, plot, revision_note, to_markdown, to_table
+from attnres.eval.report import make_notes, plot, to_markdown, to_table
 from attnres.eval.rows import make_row
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lost
@@ -61,18 +63,20 @@ def run_eval(options: EvalOptions) -> None:
     Raises:
         FileExistsError: `out` holds results of other settings, or of a benchmark that cannot be loaded now.
         OSError: A model does not exist.
-        ValueError: A model has a wrong configuration or no tokenizer, or a stored result is damaged or belongs to other
-            prompts than the task has now.
+        ValueError: A model has a wrong configuration or no tokenizer, or its tokenizer lacks a special token; or a
+            stored result is damaged or belongs to other prompts than the task has now.
         RuntimeError: The command runs in several processes, or some benchmarks have no result. The others are reported.
     """
     console = Console(soft_wrap=True, highlight=False)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError("attnres eval runs in one process. For several, use accelerate launch -m lm_eval.")
     folders = {name: find(name) for name in filter(None, (options.model, options.baseline))}
-    for folder in folders.values():
+    tokenizers = {}
+    for name, folder in folders.items():
         # A model with a wrong configuration or without a tokenizer must fail before any data is loaded.
         check_source_sizes(folder)
-        load_tokenizer(folder)
+        tokenizers[name] = load_tokenizer(folder)
+        check_special_tokens(tokenizers[name], name)
     with _only_run(options.out), quiet_transformers():
         models = [
             EvaluatedModel(name, folders[name], ResultStore(options.out / role, _setup(name, folders[name], options)))
@@ -86,6 +90,9 @@ def run_eval(options: EvalOptions) -> None:
 
             loaded, failures = load_all(options.benchmarks, options.data, options.allow_code_execution, on_load)
         print_failures(console, failures, options.data)
+        tasks = [task for by_name in loaded.values() for task in by_name["tasks"].values()]
+        for name, tokenizer in tokenizers.items():
+            check_special_tokens(tokenizer, name, any(task.OUTPUT_TYPE == "generate_until" for task in tasks))
         if lost := find_lost(options.out, loaded):
             raise FileExistsError(
                 f"{options.out / REPORT} shows {', '.join(lost)}, and would lose that. Make its data load in this "
@@ -119,10 +126,12 @@ def _only_run(out: Path) -> Iterator[None]:
 
 def _setup(name: str, folder: Path, options: EvalOptions) -> dict:
     """Return the settings that decide a model's numbers, with file sizes and times that reveal a replaced file."""
+    patterns = ("*.json", "*.safetensors", "*.bin", *TOKENIZER_PATTERNS)
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     files = {
-        path.name: [path.stat().st_size, path.stat().st_mtime_ns]
-        for path in sorted(folder.iterdir())
-        if path.suffix in {".json", ".safetensors", ".bin", ".model"}
+        path.relative_to(folder).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns]
+        for path in paths
+        if path.is_file()
     }
     return {
         "model": name,
@@ -183,16 +192,16 @@ def _report(
     baseline_pair = (results[0], baseline.store) if baseline else None
     rows = [make_row(benchmark, tasks, results[-1], model.store, baseline_pair) for benchmark, tasks in loaded.items()]
     names = model.name, baseline.name if baseline else None
-    report = to_markdown(rows, failures, *names, results=results[-1])
+    by_model = results[-1], results[0] if baseline else None
+    report = to_markdown(rows, failures, *names, *by_model)
     # All checks are above, since files are replaced from here on.
     for file, combined in zip((RESULTS, BASELINE_RESULTS), reversed(results)):
         atomic_write(out / file, to_json(combined, indent=2))
     atomic_write(out / REPORT, report)
     plot(rows, out / CHART, *names)
     console.print(to_table(rows, *names), width=None if console.is_terminal else WIDE)
-    for note in (cut_note(rows, model.name), revision_note(rows)):
-        if note:
-            console.print(f"Note: {escape(note)}")
+    for note in make_notes(rows, *names, *by_model):
+        console.print(f"Note: {escape(note)}")
     console.print(f"Written to [bold]{escape(str(out))}[/]: {REPORT}, {CHART}, {RESULTS}.")
     _write_for_hub(console, out, make_results(rows, results[-1], names[1]))
 

@@ -16,7 +16,7 @@ from .source_code import AUTO_MAP, code_fields, copy_code, references, shown
 from .source_files import check_file, check_text, read_json, read_object, write_json
 
 # The patterns leave out weights, their index and the model's configuration. None fits the name of a Python file.
-_TOKENIZER_FILES = (
+TOKENIZER_PATTERNS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -42,7 +42,7 @@ _OTHER_FILES = (
     *_LICENCES,
     *(f"{name}*{suffix}" for name in _LICENCES for suffix in (".txt", ".md", ".rst")),
 )
-SIDE_FILES = (*_TOKENIZER_FILES, *_OTHER_FILES)
+SIDE_FILES = (*TOKENIZER_PATTERNS, *_OTHER_FILES)
 # A conversion of Kimi K3 writes this file, by which `--to released` undoes it.
 RECORD = "released_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -99,7 +99,7 @@ def copy_side_files(
 
 def _side_files(folder: Path) -> dict[Path, bool]:
     """Check the side files, and return path -> whether only a tokenizer needs the file."""
-    paths = {path: True for pattern in _TOKENIZER_FILES for path in sorted(folder.glob(pattern))}
+    paths = {path: True for pattern in TOKENIZER_PATTERNS for path in sorted(folder.glob(pattern))}
     paths |= {path: False for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))}
     paths = {path: is_of_tokenizer for path, is_of_tokenizer in paths.items() if path.exists() and not path.is_dir()}
     for path in paths:
@@ -172,4 +172,4 @@ def _name_tokenizer_class(name: str, target: Path) -> None:
         write_json(path, tokenizer | {"tokenizer_class": name})
 
 
-__all__ = ["RECORD", "SIDE_FILES", "TOKENIZER_FILES", "copy_side_files"]
+__all__ = ["RECORD", "SIDE_FILES", "TOKENIZER_FILES", "TOKENIZER_PATTERNS", "copy_side_files"]

@@ -6,12 +6,14 @@ its batches when memory runs out. `shared_prefix` builds on it and makes likelih
 Private methods of `HFLM` are overridden where no public method does the step, such as the encoding of a pair.
 """
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
+from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
@@ -20,16 +22,60 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from attnres.conversion.whole import check_source_sizes, load_whole
+from attnres.eval.answer_length import answer_tokens
 from attnres.utils.token_ids import check_token_ids
 
 logger = logging.getLogger(__name__)
 
+_BROKEN = "The model computes {}: its weights are damaged or its dtype overflows."
+
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (texts, context tokens, continuation tokens)
 Answer = tuple[float, bool]  # (log-likelihood of the continuation, whether greedy decoding gives it)
 Finish = Callable[[dict[int, Answer]], None]  # takes the answers of some requests by their index
+
+# The settings in a `generation_config.json` that change what greedy decoding gives: factors and counts, which change
+# nothing if they are 1, and others, which change nothing if they are 0 or empty.
+_FACTORS = (
+    *("encoder_repetition_penalty", "guidance_scale", "num_beam_groups", "num_beams", "num_return_sequences"),
+    "repetition_penalty",
+)
+_NOT_GREEDY = (
+    *_FACTORS,
+    *("bad_words_ids", "begin_suppress_tokens", "constraints", "dola_layers", "encoder_no_repeat_ngram_size"),
+    *("exponential_decay_length_penalty", "force_words_ids", "forced_eos_token_id", "max_new_tokens", "max_time"),
+    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "penalty_alpha", "remove_invalid_values"),
+    *("sequence_bias", "stop_strings", "suppress_tokens", "token_healing", "watermarking_config"),
+)
+
+
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str, generates: bool = False) -> None:
+    """Raise if a tokenizer does not name the special tokens that an evaluation needs.
+
+    The harness begins a text without context with BOS or, without one, EOS. It ends an answer at EOS.
+
+    Args:
+        tokenizer: The tokenizer.
+        source: The name of the model, for the message.
+        generates: Whether the model generates answers. Otherwise it only scores texts.
+
+    Raises:
+        ValueError: It names neither BOS nor EOS, or lacks EOS and the model generates answers.
+    """
+    if tokenizer.eos_token_id is None and (generates or tokenizer.bos_token_id is None):
+        lacks = "no EOS token, at which an answer ends" if generates else "neither a BOS nor an EOS token"
+        raise ValueError(
+            f"The tokenizer of {source} names {lacks}. Name the token that ends a text as `eos_token` in its "
+            "tokenizer_config.json."
+        )
 
 
 class CorrectedHFLM(HFLM):
@@ -42,7 +88,10 @@ class CorrectedHFLM(HFLM):
       assertion.
     - Text after an EOS token does not count, even if the model's configuration names another one. Otherwise an answer
       would depend on the other rows of its batch.
-    - Likelihoods that are NaN raise an error. With `HFLM` the first choice would be the answer.
+    - Likelihoods and logits that are NaN raise an error. With `HFLM` the first choice would be the answer, and a
+      generated text a wrong one.
+    - Settings of `generation_config.json` that change greedy decoding, such as `repetition_penalty`, are ignored.
+      Otherwise two models could be compared under different rules. A task's own settings count.
     - A checkpoint that lacks tensors raises an error. `HFLM` would draw the missing ones at random.
 
     A batch that does not fit in memory is halved, and a batch size once halved stays so. A batch size of `"auto"` is
@@ -56,6 +105,9 @@ class CorrectedHFLM(HFLM):
 
     Attributes:
         cut_requests: The number of requests so far that were longer than the model's context.
+
+    Raises:
+        ValueError: The tokenizer names neither a BOS nor an EOS token.
     """
 
     def __init__(
@@ -66,6 +118,7 @@ class CorrectedHFLM(HFLM):
         **hflm_arguments,
     ) -> None:
         super().__init__(pretrained, **hflm_arguments)
+        check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model")
         self.progress = progress
         self.cut_requests = 0
         if self.batch_size == "auto":
@@ -238,10 +291,7 @@ class CorrectedHFLM(HFLM):
             def finish(scored: dict[int, Answer]) -> None:
                 if any(math.isnan(value) for value, _ in scored.values()):
                     # Every comparison with NaN is false, so the harness would take the first choice as the answer.
-                    raise RuntimeError(
-                        "The model computes log-likelihoods that are NaN: its weights are damaged or its dtype "
-                        "overflows."
-                    )
+                    raise RuntimeError(_BROKEN.format("log-likelihoods that are NaN"))
                 answers.update(scored)
                 for index in scored:
                     if (texts := requests[index][0]) is not None:
@@ -280,8 +330,10 @@ class CorrectedHFLM(HFLM):
             disable_tqdm: Whether to draw no progress bar.
 
         Raises:
-            RuntimeError: One sequence alone does not fit in memory.
+            RuntimeError: One sequence alone does not fit in memory, or a logit is NaN.
+            ValueError: The tokenizer names no EOS token.
         """
+        check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model", generates=True)
         texts: dict[int, str] = {}
         groups: dict[str, list[int]] = {}  # a batch has one set of generation arguments
         for index, request in enumerate(requests):
@@ -290,7 +342,7 @@ class CorrectedHFLM(HFLM):
         check_token_ids(chain.from_iterable(prompts), self.model, "a question")
         lengths = [len(prompt) for prompt in prompts]
         # The answer is reserved first. A prompt has the rest of the context.
-        limits = [self.max_length - request.args[1].get("max_gen_toks", self.max_gen_toks) for request in requests]
+        limits = [self.max_length - answer_tokens(request.args[1]) for request in requests]
         self._count_cut(sum(length > limit for length, limit in zip(lengths, limits)), len(requests))
         generate = partial(super().generate_until, disable_tqdm=True)
         with self._reported(len(requests), "generate_until", disable_tqdm) as report:
@@ -306,13 +358,54 @@ class CorrectedHFLM(HFLM):
                     self._in_batches(group, run)
         return [texts[index] for index in range(len(requests))]
 
+    @property
+    def ignored_settings(self) -> dict[str, Any]:
+        """The settings of the model's `generation_config.json` that would change greedy decoding, and are ignored."""
+        settings = self._generating_model.generation_config.to_dict()
+        return {
+            name: settings[name]
+            for name in _NOT_GREEDY
+            if settings.get(name) and not (name in _FACTORS and settings[name] == 1)
+        }
+
+    @property
+    def _generating_model(self) -> PreTrainedModel:
+        """The model that has the settings of generation. For an adapter, the model inside it."""
+        return getattr(self.model, "get_base_model", lambda: self.model)()
+
+    @contextmanager
+    def _greedy_settings(self) -> Iterator[None]:
+        """Remove the settings in `_NOT_GREEDY` from the model within the block.
+
+        An argument of `generate` cannot do this: there, None means the model's own setting.
+        """
+        model = self._generating_model
+        before: GenerationConfig = model.generation_config
+        model.generation_config = copy.deepcopy(before)
+        for name in _NOT_GREEDY:
+            if getattr(before, name, None) is not None:
+                setattr(model.generation_config, name, None)
+        try:
+            yield
+        finally:
+            model.generation_config = before
+
     def _model_generate(self, context: Tensor, **arguments) -> Tensor:
         """Generate as `HFLM` does, and remove the text after the tokenizer's EOS token.
 
         The model stops at the EOS token of its configuration. If the tokenizer has another one, a row goes on after it
         until its batch is finished. `HFLM` decodes without special tokens, so it could not cut the text there.
+
+        Raises:
+            RuntimeError: A logit is NaN or infinite.
         """
-        tokens = super()._model_generate(context=context, **arguments)  # [batch, prompt and answer]
+        watch = _LargestLogit()
+        arguments["logits_processor"] = LogitsProcessorList([watch])
+        with self._greedy_settings():
+            tokens = super()._model_generate(context=context, **arguments)  # [batch, prompt and answer]
+        if watch.largest is not None and not watch.largest.isfinite():
+            # The largest of NaN logits is an arbitrary token, so the text would count as a wrong answer.
+            raise RuntimeError(_BROKEN.format("logits that are NaN or infinite"))
         if (eos := self.tokenizer.eos_token_id) is None:
             return tokens
         start = context.shape[1] if self.backend == "causal" else 1  # after the prompt, or the decoder's first token
@@ -358,6 +451,24 @@ class CorrectedHFLM(HFLM):
             yield lambda done: bar.update(done - bar.n)
 
 
+class _LargestLogit(LogitsProcessor):
+    """Keep the largest logit of a generation. It is NaN if any logit was.
+
+    This adds one reduction to each step, and no transfer from the device.
+
+    Attributes:
+        largest: The largest logit so far, a scalar; `None` before the first step.
+    """
+
+    def __init__(self) -> None:
+        self.largest: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        largest = scores.amax()
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+        return scores
+
+
 def _is_memory_error(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
 
@@ -375,4 +486,4 @@ def _explained_memory_error(longest: int) -> Iterator[None]:
         ) from None
 
 
-__all__ = ["Answer", "CorrectedHFLM", "Finish", "Request"]
+__all__ = ["Answer", "CorrectedHFLM", "Finish", "Request", "check_special_tokens"]

@@ -4,6 +4,7 @@ Each failure is one line that names the benchmark and the remedy. Where many ben
 unreachable Hub, one line covers them all.
 """
 
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -76,6 +77,21 @@ def data_missing(benchmark: Benchmark, data: Path | None, reason: str, is_absent
     )
 
 
+def describe_error(error: Exception) -> str:
+    """Return an error of a task as one line.
+
+    The messages of RuntimeError, and of ValueError from this package, are for users. Other errors come from code that
+    did not expect its input, such as a scorer of the task, so their line also names the type and the place.
+    """
+    message = " ".join(str(error).split())
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    is_ours = Path(place.filename).is_relative_to(Path(__file__).parents[1])
+    if isinstance(error, RuntimeError) or (is_ours and isinstance(error, ValueError)):
+        return message
+    # Only the file's name: reports get published.
+    return f"{type(error).__name__} at line {place.lineno} of {Path(place.filename).name}: {message or 'no message'}"
+
+
 def code_refused(benchmark: Benchmark) -> TaskFailure:
     """Return the failure of a benchmark that runs generated programs without `--allow-code-execution`."""
     text = f"{benchmark.title} runs programs that the model writes; --allow-code-execution allows it."
@@ -135,5 +151,6 @@ __all__ = [
     "TaskFailure",
     "code_refused",
     "data_missing",
+    "describe_error",
     "failure_lines",
 ]

@@ -21,7 +21,7 @@ from attnres.utils.files import atomic_write
 from attnres.utils.yaml_files import load_yaml
 
 if TYPE_CHECKING:
-    from .rows import ReportRow
+    from .rows import ReportRow, Shortened
 
 FOLDER = ".eval_results"
 
@@ -93,23 +93,40 @@ def _notes(row: "ReportRow", software: Mapping[str, str], baseline: str | None) 
     metric, filter_name = row.benchmark.metric.split(",")
     name = metric if filter_name == "none" else f"{metric} ({filter_name})"
     scoring = f"{name} {_SCORING.get(row.output_type, '')}".strip()
-    facts = [f"{row.shots}-shot", f"{scoring} in percent", f"{row.items:,} items"]
+    unit = " in percent" if row.is_percent else ", not in percent"
+    facts = [f"{row.shots}-shot", f"{scoring}{unit}", f"{row.items:,} items"]
     if row.second:
         second_metric, second_filter = row.benchmark.second.split(",")
         facts.append(f"{second_metric} ({second_filter}) {row.second.score.value:.2f}")
     if row.score.stderr is not None:
         facts.append(f"standard error {row.score.stderr:.2f}")
-    if row.cut:
-        facts.append(f"{row.cut:.0%} of the prompts lost their beginning, being longer than the model's context")
+    facts += _shortened_facts(row.shortened, "the model's")
     facts.append(f"lm-evaluation-harness {software['lm_eval']}, attnres {software['attnres']}")
     notes = f"{'; '.join(facts)}."
     if baseline is None or row.baseline is None:
         return notes
-    difference = f"Difference from {_public_name(baseline)} ({row.baseline.value:.2f})"
+    name = _public_name(baseline)
+    difference = f"Difference from {name} ({row.baseline.value:.2f})"
     if (pair := row.pair) is None:
-        return f"{notes} {difference}: {row.score.value - row.baseline.value:+.2f}."
-    interval = f"{100 * pair.difference:+.2f} [{100 * pair.low:+.2f}, {100 * pair.high:+.2f}] at 95%"
-    return f"{notes} {difference}, paired by item: {interval}, p = {pair.p_value:.2g}."
+        difference = f"{difference}: {row.score.value - row.baseline.value:+.2f}."
+    else:
+        interval = f"{100 * pair.difference:+.2f} [{100 * pair.low:+.2f}, {100 * pair.high:+.2f}] at 95%"
+        difference = f"{difference}, paired by item: {interval}, p = {pair.p_value:.2g}."
+    limits = "; ".join(_shortened_facts(row.baseline_shortened, "its"))
+    return f"{notes} {difference}{f' For {name}, {limits}.' if limits else ''}"
+
+
+def _shortened_facts(shortened: "Shortened", whose: str) -> list[str]:
+    """Return what a model's context was too short for, as clauses of `notes`."""
+    facts = []
+    if shortened.cut:
+        facts.append(f"{shortened.cut_percent} of the prompts lost their beginning, being longer than {whose} context")
+    if shortened.answer_tokens is not None:
+        facts.append(
+            f"answers had {shortened.answer_tokens} instead of {shortened.task_answer_tokens} tokens, half of {whose} "
+            "context"
+        )
+    return facts
 
 
 def _public_name(model: str) -> str:

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +12,7 @@ from rich.table import Table
 
 from attnres.utils.drawing import Drawing, blank, finish, styled
 
-from .rows import ReportRow
+from .rows import ReportRow, Shortened
 
 # The note that explains the rows of second filters.
 SECOND_NOTE = (
@@ -26,11 +27,16 @@ _MARKS = re.compile(r"[\\`*\[\]<>|~#&]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def to_markdown(
-    rows: Sequence[ReportRow], failures: Sequence[str], model: str, baseline: str | None, results: Mapping[str, Any]
+    rows: Sequence[ReportRow],
+    failures: Sequence[str],
+    model: str,
+    baseline: str | None,
+    results: Mapping[str, Any],
+    baseline_results: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the report as Markdown.
 
-    Numbers are percent. Names appear as they are, whatever characters they contain.
+    Numbers are percent, except where a note says otherwise. Names appear as they are, whatever characters they contain.
 
     Args:
         rows: The benchmarks that have a result.
@@ -38,6 +44,7 @@ def to_markdown(
         model: The name of the model.
         baseline: The name of the second model, if there is one.
         results: The model's results, from [`attnres.eval.suite.collect`].
+        baseline_results: The second model's results.
     """
     model_text, baseline_text = _as_markdown(model), baseline and _as_markdown(baseline)
     paper_rows = [row for row in rows if row.benchmark.baseline is not None]
@@ -52,16 +59,18 @@ def to_markdown(
         lines.append(_table_line([_as_markdown(title), *numbers, *paper_cells]))
 
     note = " The paper's columns are its 48B-A3B models (Table 3)." if paper_rows else ""
-    lines += ["", f"Percent, ± one standard error.{note}"]
+    lines += ["", f"{_unit(rows)}, ± one standard error.{note}"]
     if baseline and (pairs := sum(row.pair is not None for row in all_rows)):
+        is_cut = any(row.shortened.cut or row.baseline_shortened.cut for row in rows)
+        same = "items, in prompts that were cut as said below" if is_cut else "prompts"
         lines += [
             "",
-            "Both models answer the same prompts. The difference is paired item by item, with the interval of Agresti "
+            f"Both models answer the same {same}. The difference is paired item by item, with the interval of Agresti "
             f"and Min, and p is that of McNemar's exact test. Of {pairs} tests at 5%, {0.05 * pairs:.1f} would come "
             "out significant if the models were equal.",
         ]
     notes = [SECOND_NOTE] if len(all_rows) > len(rows) else []
-    notes += [note for note in (cut_note(rows, model), revision_note(rows)) if note]
+    notes += make_notes(rows, model, baseline, results, baseline_results)
     for note in notes:
         lines += ["", _as_markdown(note)]
     if failures:
@@ -77,18 +86,67 @@ def to_markdown(
     return "\n".join(lines)
 
 
-def cut_note(rows: Sequence[ReportRow], model: str) -> str | None:
-    """Return a sentence on the benchmarks whose prompts were longer than the model's context.
+def make_notes(
+    rows: Sequence[ReportRow],
+    model: str,
+    baseline: str | None,
+    results: Mapping[str, Any],
+    baseline_results: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Return the sentences that a reader of the table needs, for the terminal and the report.
+
+    They name prompts that were cut, answers that had fewer tokens, settings of generation that were ignored, data read
+    at different commits, and numbers that are not percent.
 
     Args:
         rows: The report's rows.
         model: The name of the model.
-
-    Returns:
-        The sentence, or `None` if no prompt was cut.
+        baseline: The name of the second model, if there is one.
+        results: The model's results, from [`attnres.eval.suite.collect`].
+        baseline_results: The second model's results.
     """
-    cut = ", ".join(f"{row.benchmark.title} {row.cut:.0%}" for row in rows if row.cut)
+    notes = [_cut_note([(row, row.shortened) for row in rows], model)]
+    if baseline:
+        notes.append(_cut_note([(row, row.baseline_shortened) for row in rows], baseline))
+    notes.append(_answer_note([(row, row.shortened) for row in rows], model))
+    if baseline:
+        notes.append(_answer_note([(row, row.baseline_shortened) for row in rows], baseline))
+    notes.append(_settings_note(results, model))
+    if baseline and baseline_results:
+        notes.append(_settings_note(baseline_results, baseline))
+    notes += [revision_note(rows), _unit_note(rows)]
+    return [note for note in notes if note]
+
+
+def _cut_note(shortened: Sequence[tuple[ReportRow, Shortened]], model: str) -> str | None:
+    """Return a sentence on the benchmarks whose prompts were longer than a model's context."""
+    cut = ", ".join(f"{row.benchmark.title} {lost.cut_percent}" for row, lost in shortened if lost.cut)
     return f"Prompts longer than the context of {model} lost their beginning: {cut} of them." if cut else None
+
+
+def _answer_note(shortened: Sequence[tuple[ReportRow, Shortened]], model: str) -> str | None:
+    """Return a sentence on the benchmarks that reserve more tokens for an answer than half of a model's context."""
+    limits = ", ".join(
+        f"{row.benchmark.title} {lost.answer_tokens} instead of {lost.task_answer_tokens} tokens"
+        for row, lost in shortened
+        if lost.answer_tokens is not None
+    )
+    return f"Answers of {model} had at most half of its context: {limits}." if limits else None
+
+
+def _settings_note(results: Mapping[str, Any], model: str) -> str | None:
+    """Return a sentence on the settings beside a model that would have changed its answers."""
+    settings = results["config"].get("ignored_settings") or {}
+    values = ", ".join(f"{name} {shorten(str(value), 40)}" for name, value in settings.items())
+    return f"For answers, the generation_config.json of {model} did not count: {values}." if values else None
+
+
+def _unit_note(rows: Sequence[ReportRow]) -> str | None:
+    """Return a sentence on the benchmarks whose numbers are not percent."""
+    names = ", ".join(
+        f"{row.benchmark.title} ({row.benchmark.metric.split(',')[0]})" for row in rows if not row.is_percent
+    )
+    return f"Not percent, but in the unit of the metric: {names}." if names else None
 
 
 def revision_note(rows: Sequence[ReportRow]) -> str | None:
@@ -111,7 +169,7 @@ def to_table(rows: Sequence[ReportRow], model: str, baseline: str | None) -> Tab
         model: The name of the model.
         baseline: The name of the second model, if there is one.
     """
-    table = Table(title="Percent, ± one standard error", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=f"{_unit(rows)}, ± one standard error", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = _columns(model, baseline)
     shots = columns.index("shots")
     for i, column in enumerate(columns):
@@ -161,8 +219,10 @@ def _draw(rows: Sequence[ReportRow], model: str, baseline: str | None) -> Drawin
     # With few benchmarks, wider margins keep the bars from filling the chart.
     margin = max(0.6, 1.6 - 0.4 * len(rows))
     axes.set_xlim(-margin, len(rows) - 1 + margin)
-    axes.set_ylabel("score (%), ± one standard error")
-    axes.set_ylim(bottom=0)
+    unit = "%" if all(row.is_percent for row in rows) else "% or the metric's unit"
+    axes.set_ylabel(f"score ({unit}), ± one standard error")
+    if all(score.value >= 0 for scores in series.values() for score in scores):
+        axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=1, frameon=False)
@@ -172,6 +232,11 @@ def _draw(rows: Sequence[ReportRow], model: str, baseline: str | None) -> Drawin
 def _with_second(rows: Sequence[ReportRow]) -> list[ReportRow]:
     """Return the rows, each followed by the row of its second filter."""
     return [line for row in rows for line in (row, row.second) if line]
+
+
+def _unit(rows: Sequence[ReportRow]) -> str:
+    """Return the unit of a table's numbers, for the line that explains them."""
+    return "Percent" if all(row.is_percent for row in rows) else "Percent, or the unit of the metric (see the note)"
 
 
 def _columns(model: str, baseline: str | None) -> list[str]:
@@ -210,4 +275,4 @@ def _label(text: str, characters: int) -> str:
     return re.sub("^_", " _", text.replace("$", r"\$"))
 
 
-__all__ = ["cut_note", "plot", "revision_note", "to_markdown", "to_table"]
+__all__ = ["make_notes", "plot", "revision_note", "to_markdown", "to_table"]

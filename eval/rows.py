@@ -7,6 +7,7 @@ from typing import Any
 
 from lm_eval.tasks.manager import TaskDict
 
+from .answer_length import answer_tokens
 from .items import differing_parts, items_of
 from .paired import Paired, compare_pairs
 from .paper import Benchmark
@@ -20,8 +21,8 @@ class Score:
     """A headline number.
 
     Attributes:
-        value: The number in percent.
-        stderr: The standard error in percent; `None` for a single item.
+        value: The number, in percent or, if `ReportRow.is_percent` is false, in the metric's own unit.
+        stderr: The standard error in the same unit; `None` for a single item.
     """
 
     value: float
@@ -29,6 +30,29 @@ class Score:
 
     def __str__(self) -> str:
         return f"{self.value:.1f}" if self.stderr is None else f"{self.value:.1f} ± {self.stderr:.1f}"
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """What a model's context was too short for.
+
+    Attributes:
+        cut: The share of prompts, from 0 to 1, that lost their beginning.
+        answer_tokens: The number of tokens that the model could answer in, where it is less than the task's number;
+            `None` otherwise. If tasks of a benchmark differ, the smallest.
+        task_answer_tokens: The task's number.
+    """
+
+    cut: float = 0.0
+    answer_tokens: int | None = None
+    task_answer_tokens: int | None = None
+
+    @property
+    def cut_percent(self) -> str:
+        """`cut` as whole percent. It is 0% or 100% only if no prompt or every prompt was cut."""
+        if 0 < self.cut < 0.005:
+            return "under 1%"
+        return "over 99%" if 0.995 <= self.cut < 1 else f"{self.cut:.0%}"
 
 
 @dataclass(frozen=True)
@@ -40,7 +64,7 @@ class ReportRow:
         items: The number of items that were asked.
         shots: The number of examples in the prompt.
         score: The model's number.
-        cut: The share of prompts, from 0 to 1, that lost their beginning because the model's context is shorter.
+        shortened: What the model's context was too short for.
         baseline: The second model's number, if there is a second model.
         pair: The comparison item by item, if there is a second model, all scores are 0 or 1, and the number is the mean
             over items.
@@ -49,6 +73,9 @@ class ReportRow:
         date: When the last task was evaluated (ISO 8601); `None` if unknown.
         revision: The commit of the data set on the Hub; `None` if unknown.
         baseline_revision: The commit that the second model's evaluation read; `None` if unknown.
+        baseline_shortened: What the second model's context was too short for.
+        is_percent: Whether the numbers are percent, which they are if all scores of items are from 0 to 1. Numbers of
+            other metrics, such as a score from 0 to 100 or a length, stand in their own unit.
         second: The row of the benchmark's second filter, titled `BENCHMARK (FILTER)`. It scores the same texts. The
             paper does not report it.
     """
@@ -57,7 +84,7 @@ class ReportRow:
     items: int
     shots: int
     score: Score
-    cut: float
+    shortened: Shortened = Shortened()
     baseline: Score | None = None
     pair: Paired | None = None
     whole: int = 0
@@ -65,6 +92,8 @@ class ReportRow:
     date: str | None = None
     revision: str | None = None
     baseline_revision: str | None = None
+    baseline_shortened: Shortened = Shortened()
+    is_percent: bool = True
     second: "ReportRow | None" = None
 
 
@@ -96,18 +125,18 @@ def make_row(
         return replace(row, benchmark=benchmark, second=make_row(second, tasks, results, store, baseline))
     stored = {name: store.read(name) for name in tasks["tasks"]}
     item_scores = _item_scores(benchmark, stored)
-    sizes = {name: results["n-samples"][name]["effective"] for name in stored}
-    score = _score(benchmark, results)
+    is_percent = _are_shares(item_scores)
     row = ReportRow(
         benchmark,
         items=len(item_scores),
         shots=max(results["n-shot"][name] for name in stored),
-        score=score,
-        cut=sum(stored[name]["cut"] * size for name, size in sizes.items()) / sum(sizes.values()),
+        score=_score(benchmark, results, is_percent),
+        shortened=_shortened(stored),
         whole=sum(results["n-samples"][name]["original"] for name in stored),
         output_type=next(iter(tasks["tasks"].values())).OUTPUT_TYPE,
         date=max((result["date"] for result in stored.values() if "date" in result), default=None),
         revision=_revision(stored),
+        is_percent=is_percent,
     )
     if baseline is None:
         return row
@@ -122,16 +151,44 @@ def make_row(
                 "it again."
             )
     baseline_item_scores = _item_scores(benchmark, stored_baseline)
-    baseline_score = _score(benchmark, baseline_results)
+    # Both models' numbers stand in one unit.
+    is_percent = is_percent and _are_shares(baseline_item_scores)
+    score, baseline_score = (_score(benchmark, each, is_percent) for each in (results, baseline_results))
+    unit = 100 if is_percent else 1
     paired = [*item_scores.values()], [baseline_item_scores[item] for item in item_scores]
     # A group may weigh all of its tasks alike, whatever their number of items. Then its number is not the mean over
     # items, and a comparison of items would not be about that number.
     are_means = all(
-        math.isclose(100 * sum(scores) / len(scores), number.value, abs_tol=1e-6)
+        math.isclose(unit * sum(scores) / len(scores), number.value, abs_tol=1e-6)
         for scores, number in zip(paired, (score, baseline_score))
     )
     pair = compare_pairs(*paired) if are_means and {*paired[0], *paired[1]} <= {0, 1} else None
-    return replace(row, baseline=baseline_score, pair=pair, baseline_revision=_revision(stored_baseline))
+    return replace(
+        row,
+        score=score,
+        baseline=baseline_score,
+        pair=pair,
+        baseline_revision=_revision(stored_baseline),
+        baseline_shortened=_shortened(stored_baseline),
+        is_percent=is_percent,
+    )
+
+
+def _shortened(stored: Mapping[str, Any]) -> Shortened:
+    """Return what a model's context was too short for, from its stored results by task."""
+    sizes = {name: result["n-samples"][name]["effective"] for name, result in stored.items()}
+    cut = sum(stored[name]["cut"] * size for name, size in sizes.items()) / sum(sizes.values())
+    limits = []
+    for name, result in stored.items():
+        if (of_task := result.get("answer_tokens")) is not None:
+            of_model = answer_tokens(result["configs"][name].get("generation_kwargs"))
+            limits += [(of_model, of_task)] if of_model < of_task else []
+    return Shortened(cut, *min(limits, default=(None, None)))
+
+
+def _are_shares(item_scores: ItemScores) -> bool:
+    """Return whether all scores are from 0 to 1, so that their mean can be shown as percent."""
+    return all(0 <= score <= 1 for score in item_scores.values())
 
 
 def _revision(stored: Mapping[str, Any]) -> str | None:
@@ -140,12 +197,13 @@ def _revision(stored: Mapping[str, Any]) -> str | None:
     return revisions.pop() if len(revisions) == 1 else None
 
 
-def _score(benchmark: Benchmark, results: Mapping[str, Any]) -> Score:
-    """Return a benchmark's headline number."""
+def _score(benchmark: Benchmark, results: Mapping[str, Any], is_percent: bool) -> Score:
+    """Return a benchmark's headline number, in percent or as it is."""
+    unit = 100 if is_percent else 1
     numbers = results["results"][benchmark.group]
     metric, filter_name = benchmark.metric.split(",")
     stderr = numbers.get(f"{metric}_stderr,{filter_name}", "N/A")
-    return Score(100 * numbers[benchmark.metric], None if stderr == "N/A" else 100 * stderr)
+    return Score(unit * numbers[benchmark.metric], None if stderr == "N/A" else unit * stderr)
 
 
 def _item_scores(benchmark: Benchmark, stored: Mapping[str, Any]) -> ItemScores:
@@ -159,4 +217,4 @@ def _item_scores(benchmark: Benchmark, stored: Mapping[str, Any]) -> ItemScores:
     }
 
 
-__all__ = ["ReportRow", "Score", "make_row"]
+__all__ = ["ReportRow", "Score", "Shortened", "make_row"]

@@ -5,15 +5,18 @@ then silently mix the answers to different questions.
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from textwrap import shorten
 from types import FunctionType, NoneType
 from typing import Any
 
 from lm_eval.api.task import Task
 
+from .answer_length import answer_tokens, with_answer_tokens
 from .items import HASHES, current_items, differing_parts, items_of
 from .paper import Benchmark
 from .store import ResultStore, to_json
@@ -22,7 +25,7 @@ from .store import ResultStore, to_json
 PARTS = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
 
 # Keys of a task's configuration that may differ between runs that ask the same questions. The data may lie elsewhere,
-# and the run itself sets the others.
+# and the run itself sets the others. `check_same_task` compares the last two by rules of their own.
 _MAY_DIFFER = {"dataset_path", "dataset_kwargs", "metadata", "generation_kwargs", "num_fewshot"}
 # A function prints with its address, which differs from process to process.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -67,7 +70,11 @@ def check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
     # Without a number, a task has no shots. The run sets 0 before it stores the configuration.
     before = {**config_before, "num_fewshot": config_before.get("num_fewshot") or 0}
     now = {**config_now, "num_fewshot": config_now.get("num_fewshot") or 0}
-    for key in [*sorted(now.keys() - _MAY_DIFFER), "num_fewshot"]:
+    if stored.get("answer_tokens") is not None:
+        # A model with a short context may have had fewer tokens for an answer than the task reserves.
+        for config, number in ((before, stored["answer_tokens"]), (now, answer_tokens(now.get("generation_kwargs")))):
+            config["generation_kwargs"] = with_answer_tokens(config.get("generation_kwargs"), number)
+    for key in [*sorted(now.keys() - _MAY_DIFFER), "num_fewshot", "generation_kwargs"]:
         values = [_ADDRESS.sub("", to_json({key: config.get(key)})) for config in (before, now)]
         if values[0] != values[1]:
             raise ValueError(
@@ -90,6 +97,23 @@ def check_same_items(task: Task, stored: Mapping[str, Any], path: Path, limit: i
             f"{path} was computed on other {parts} than the task {task.task_name} has now: its data changed. "
             "Choose another --out, or remove the file to compute it again."
         )
+
+
+def check_scores(samples: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> None:
+    """Raise ValueError in one line if an item of a task has no score that can be reported.
+
+    Args:
+        samples: The samples of the task, as the harness returns them.
+        benchmark: The benchmark that holds the task.
+    """
+    metric_of = _metric_by_filter(benchmark)
+    for sample in samples:
+        metric = metric_of.get(sample["filter"])
+        if metric is not None and not _is_score(score := sample.get(metric)):
+            raise ValueError(
+                f"item {sample['doc_id']} has the {metric} {shorten(repr(score), 60)}: a score must be a finite "
+                "number. Mend the scorer or the metric of the task."
+            )
 
 
 def scoring_digest(task: Task) -> str:
@@ -129,6 +153,7 @@ def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> s
         ("n-samples", name, "original"): int,
         ("n-samples", name, "effective"): int,
         ("cut",): number,
+        ("answer_tokens",): (int, NoneType),
         ("scoring",): str,
         ("model",): dict,
         ("model", "model_num_parameters"): int,
@@ -145,24 +170,31 @@ def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> s
             return " of ".join(reversed(keys))
     if not isinstance(stored["configs"][name].get("metadata") or {}, dict):
         return f"metadata of {name} of configs"
-    metric_by_filter = {filter_name: metric for metric, filter_name in (key.split(",") for key in metric_keys)}
+    if stored["configs"][name].get("output_type") == "generate_until" and stored.get("answer_tokens") is None:
+        return "answer_tokens"
+    metric_of = _metric_by_filter(benchmark)
     for sample in stored["samples"]:
         kinds = {"doc_id": int, "filter": str, **dict.fromkeys(HASHES, str)}
         if not isinstance(sample, dict) or not all(isinstance(sample.get(key), kind) for key, kind in kinds.items()):
             return "samples"
-        metric = metric_by_filter.get(sample["filter"])
+        metric = metric_of.get(sample["filter"])
         if metric is not None and not _is_score(sample.get(metric)):
             return f"{metric} of a sample"
     return None
 
 
+def _metric_by_filter(benchmark: Benchmark) -> dict[str, str]:
+    """Return the metric of each filter whose scores a benchmark reports."""
+    keys = [key.split(",") for key in (benchmark.metric, benchmark.second) if key]
+    return {filter_name: metric for metric, filter_name in keys}
+
+
 def _is_score(value: object) -> bool:
-    """Return whether an item's score is a number. The harness writes some NumPy numbers as text."""
+    """Return whether an item's score is a finite number. The harness writes some NumPy numbers as text."""
     try:
-        float(value)
+        return math.isfinite(float(value))
     except (TypeError, ValueError):
         return False
-    return True
 
 
-__all__ = ["PARTS", "check_same_items", "check_same_task", "read_result", "scoring_digest"]
+__all__ = ["PARTS", "check_same_items", "check_same_task", "check_scores", "read_result", "scoring_digest"]

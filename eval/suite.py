@@ -23,21 +23,20 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from . import data_folder, sandbox
+from .answer_length import answer_tokens, limited_answers
 from .benchmarks import load
-from .failures import DataMissing, Failures, Reason, TaskFailure, code_refused
+from .failures import DataMissing, Failures, Reason, TaskFailure, code_refused, describe_error
 from .items import drop_requests
 from .paper import Benchmark
 from .shared_prefix import SharedPrefixLM
 from .store import ResultStore
-from .stored_results import PARTS, check_same_items, check_same_task, read_result, scoring_digest
+from .stored_results import PARTS, check_same_items, check_same_task, check_scores, read_result, scoring_digest
 from .templates import TemplateTooLong, bounded_templates
 
 Loaded = dict[Benchmark, TaskDict]
 
 # For the estimate of the time left: generating this many tokens takes about as long as scoring one choice.
 TOKENS_LIKE_A_CHOICE = 32
-# The tokens that the harness reserves for an answer if the task sets no number.
-DEFAULT_GENERATED_TOKENS = 256
 
 
 def load_all(
@@ -133,12 +132,7 @@ def _work(task: Task, limit: int | None) -> float:
     num_items = min(len(task.task_docs), limit or len(task.task_docs))
     if task.OUTPUT_TYPE != "generate_until":
         return num_items
-    return num_items * (1 + _longest_answer(task) / TOKENS_LIKE_A_CHOICE)
-
-
-def _longest_answer(task: Task) -> int:
-    """Return the number of tokens that a task reserves for an answer."""
-    return (task.config.generation_kwargs or {}).get("max_gen_toks", DEFAULT_GENERATED_TOKENS)
+    return num_items * (1 + answer_tokens(task.config.generation_kwargs) / TOKENS_LIKE_A_CHOICE)
 
 
 def run_jobs(
@@ -161,7 +155,8 @@ def run_jobs(
         on_work: Called with the benchmark that runs and the work done so far, in the unit of `Job.work`.
 
     Returns:
-        The failures, for example because a single sequence does not fit in memory. The other benchmarks go on.
+        The failures, for example because a single sequence does not fit in memory or a task's own code raises an error.
+        The other benchmarks go on.
     """
     failures: Failures = {}
     done_before = 0.0
@@ -172,32 +167,39 @@ def run_jobs(
         )
         if job.benchmark not in failures:
             try:
-                store.write(job.task.task_name, _evaluate(lm, job.task, limit, seed))
-            except RuntimeError as error:
-                text = f"{job.benchmark.title}: {' '.join(str(error).split())}"
-                failures[job.benchmark] = TaskFailure(Reason.OTHER, text)
+                result = _evaluate(lm, job, limit, seed)
+            except MemoryError:  # the machine has no memory left for the other tasks either
+                raise
+            except Exception as error:  # a task's own code may raise anything
+                failures[job.benchmark] = TaskFailure(Reason.OTHER, f"{job.benchmark.title}: {describe_error(error)}")
+            else:
+                # Outside of `try`, because a full disk stops the other tasks too.
+                store.write(job.task.task_name, result)
         done_before += job.work
         on_work(job.benchmark, done_before)
     return failures
 
 
-def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> dict[str, Any]:
+def _evaluate(lm: SharedPrefixLM, job: Job, limit: int | None, seed: int) -> dict[str, Any]:
     """Evaluate one task.
 
     Returns:
         The parts `PARTS` of the harness's result, its samples without the texts of the items, and further facts for the
         report.
+
+    Raises:
+        ValueError: A score is not a finite number. A task's own code may raise anything else.
     """
+    task = job.task
     _prepare(task, seed)
-    # A task may reserve more tokens for its answer than a short context has. Leave at least half to the prompt.
-    if task.OUTPUT_TYPE == "generate_until" and _longest_answer(task) > lm.max_length // 2:
-        task.set_config("generation_kwargs", {"max_gen_toks": lm.max_length // 2}, update=True)
+    generates = task.OUTPUT_TYPE == "generate_until"
     cut_before = lm.cut_requests
-    with _quiet_harness(), bounded_templates():
+    with limited_answers(task, lm.max_length), _quiet_harness(), bounded_templates():
         outputs = evaluate(
             lm, {"tasks": {task.task_name: task}, "groups": {}}, limit=limit, confirm_run_unsafe_code=True
         )
     (samples,) = outputs["samples"].values()
+    check_scores(samples, job.benchmark)
     cut = (lm.cut_requests - cut_before) / len(task.instances)
     drop_requests(task)
     texts = ("doc", "arguments")
@@ -206,9 +208,13 @@ def _evaluate(lm: SharedPrefixLM, task: Task, limit: int | None, seed: int) -> d
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "dataset_revision": data_folder.revision(task.DATASET_PATH, task.dataset),
         "cut": cut,
+        # The stored configuration holds the number that this model had.
+        "answer_tokens": answer_tokens(task.config.generation_kwargs) if generates else None,
         "scoring": scoring_digest(task),
         "samples": [{key: value for key, value in sample.items() if key not in texts} for sample in samples],
-        "model": lm.get_model_info() | ({"code_execution": sandbox.level()} if task.config.unsafe_code else {}),
+        "model": lm.get_model_info()
+        | ({"code_execution": sandbox.level()} if task.config.unsafe_code else {})
+        | ({"ignored_settings": lm.ignored_settings} if generates else {}),
     }
 
 

@@ -11,8 +11,9 @@ from attnres.commands.eval import run_eval
 from attnres.conversion import retrofit
 from attnres.eval.benchmarks import pick
 from attnres.eval.options import EvalOptions
+from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import check_run
-from attnres.eval.store import HASH, ResultStore
+from attnres.eval.store import ResultStore
 
 TASK = "arc_challenge"
 
@@ -62,6 +63,8 @@ def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
         (lambda result: result["samples"][1].pop("target_hash"), "samples"),
         (lambda result: result["samples"][1].update(doc_id=[]), "samples"),
         (lambda result: result["samples"][1].update(acc_norm=None), "acc_norm of a sample"),
+        (lambda result: result["samples"][1].update(acc_norm=float("nan")), "acc_norm of a sample"),
+        (lambda result: result["configs"][TASK].update(output_type="generate_until"), "answer_tokens"),
     ],
 )
 def test_the_message_on_a_stored_result_of_another_form_names_the_part(change, part, refusal, tmp_path):
@@ -91,19 +94,6 @@ def test_a_results_file_with_parts_of_another_form_is_named(change, refusal, tmp
     assert refusal().startswith(f"{path} is damaged (")
 
 
-@pytest.mark.slow
-def test_nan_in_a_stored_score_is_reported_as_nan(evaluated, model, hub, tmp_path):
-    """Such a score is a measurement of a broken model, which a report must show."""
-    shutil.copytree(evaluated, tmp_path / "out")
-    store = ResultStore(tmp_path / "out" / "model", json.loads((evaluated / "model" / "setup.json").read_text()))
-    result = store.read(TASK)
-    result["samples"][0]["acc_norm"] = result["results"][TASK]["acc_norm,none"] = float("nan")
-    store.write(TASK, result)
-    assert HASH in json.loads(store.path(TASK).read_text())
-    run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick(TASK), data=hub, limit=3))
-    assert "| nan" in (tmp_path / "out" / "report.md").read_text()
-
-
 def test_a_model_without_a_tokenizer_is_refused_before_the_data_is_read(model, tmp_path, monkeypatch):
     monkeypatch.setattr("attnres.commands.eval.load_all", lambda *_: pytest.fail("the data was loaded"))
     retrofit(model, block_size=2).save_pretrained(tmp_path / "bare")
@@ -111,3 +101,44 @@ def test_a_model_without_a_tokenizer_is_refused_before_the_data_is_read(model, t
         with pytest.raises(ValueError, match=f"^{tmp_path / 'bare'} has no tokenizer that loads: save one there by "):
             run_eval(EvalOptions(out=tmp_path / "out", benchmarks=pick(TASK), **names))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def changed_model(model, tmp_path) -> Callable[..., str]:
+    """Return `changed_model(**settings)`: a copy of the model with these settings of its tokenizer."""
+
+    def change(**settings) -> str:
+        shutil.copytree(model, tmp_path / "changed")
+        path = tmp_path / "changed" / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        return str(path.parent)
+
+    return change
+
+
+def test_a_tokenizer_without_bos_and_eos_is_refused_before_the_data_is_read(changed_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnres.commands.eval.load_all", lambda *_: pytest.fail("the data was loaded"))
+    name = changed_model(bos_token=None, eos_token=None)
+    with pytest.raises(ValueError, match=f"^The tokenizer of {name} names neither a BOS nor an EOS .* as `eos_token`"):
+        run_eval(EvalOptions(name, tmp_path / "out", benchmarks=pick(TASK)))
+    with pytest.raises(ValueError, match="names neither a BOS nor an EOS"):
+        SharedPrefixLM(name, device="cpu")
+
+
+def test_a_tokenizer_without_eos_is_refused_before_answers_are_generated(changed_model, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnres.commands.eval._load_model", lambda *_: pytest.fail("a model was loaded"))
+    name = changed_model(eos_token=None)
+    with pytest.raises(ValueError, match=f"^The tokenizer of {name} names no EOS token, at which an answer ends"):
+        run_eval(EvalOptions(name, tmp_path / "out", benchmarks=pick("gsm8k"), data=hub, limit=1))
+
+
+@pytest.mark.parametrize("file", ["merges.txt", "a.tiktoken"])
+def test_results_of_a_model_are_not_reused_after_a_file_of_its_tokenizer_changed(file, changed_model, hub, tmp_path):
+    """A copy of an evaluated model gets a file of another kind of tokenizer, and then another one."""
+    path = Path(changed_model(), file)
+    path.write_text("a b")
+    arguments = {"out": tmp_path / "out", "benchmarks": pick(TASK), "data": hub, "limit": 1}
+    run_eval(EvalOptions(str(path.parent), **arguments))
+    path.write_text("a b c")
+    with pytest.raises(FileExistsError, match=r"holds results whose setup\.json has other 'files'"):
+        run_eval(EvalOptions(str(path.parent), **arguments))

@@ -24,7 +24,7 @@ from attnres.eval.benchmarks import benchmarks, pick
 from attnres.eval.data_folder import revision
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, read_results, write_results
 from attnres.eval.options import EvalOptions
-from attnres.eval.rows import ReportRow, Score
+from attnres.eval.rows import ReportRow, Score, Shortened
 from attnres.eval.start import check_run
 from attnres.eval.suite import software
 
@@ -242,7 +242,7 @@ def test_every_task_and_number_of_shots_has_a_separate_file_whatever_its_name(ev
 
 
 def row(name: str = "mmlu", **changes) -> ReportRow:
-    return dataclasses.replace(ReportRow(benchmarks()[name], 4, 5, Score(50.126, 25), 0, whole=4), **changes)
+    return dataclasses.replace(ReportRow(benchmarks()[name], 4, 5, Score(50.126, 25), whole=4), **changes)
 
 
 SOFTWARE = {"software": {"lm_eval": "0.4.13", "attnres": "1.0"}}
@@ -261,6 +261,18 @@ def test_notes_name_a_baseline_on_the_hub_and_have_no_interval_without_pairs():
         "Difference from meta-llama/Llama-3.2-1B (49.00): +1.13."
     )
     assert hub_results.entries["mmlu_5shot.yaml"].value == 50.13
+
+
+def test_notes_say_what_the_contexts_of_both_models_were_too_short_for():
+    changes = {"baseline": Score(49.0, 1.0), "shortened": Shortened(0, 256, 512), "baseline_shortened": Shortened(1.0)}
+    (entry,) = make_results([row(**changes)], SOFTWARE, "org/base").entries.values()
+    assert "; answers had 256 instead of 512 tokens, half of the model's context; lm-eval" in entry.notes
+    assert entry.notes.endswith(
+        "Difference from org/base (49.00): +1.13. For org/base, 100% of the prompts lost their beginning, being longer "
+        "than its context."
+    )
+    (entry,) = make_results([row(shortened=Shortened(0.5), is_percent=False)], SOFTWARE).entries.values()
+    assert "acc, not in percent; " in entry.notes and "50% of the prompts lost their beginning" in entry.notes
 
 
 def test_notes_hold_the_number_of_the_second_filter():

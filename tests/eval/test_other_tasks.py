@@ -278,6 +278,74 @@ def test_programs_of_a_users_task_run_in_the_sandbox(folder):
     assert pick("mine", folder)[0].runs_code
 
 
+SCORERS = """
+def nan(doc, results):
+    return {"acc": float("nan")}
+
+def pair(doc, results):
+    return {"acc": [1, 0]}
+
+def missing(doc, results):
+    return {"other": 1}
+
+def broken(doc, results):
+    return {"acc": 1 / doc["answer"]}
+
+def level(doc, results):
+    return {"acc": 37.5 + doc["answer"]}
+
+def no_memory(doc, results):
+    raise MemoryError("full")
+"""
+
+
+def scored_by(folder: Path, scorer: str) -> None:
+    """Write the task `scorer`, whose generated answers the function of that name in `SCORERS` scores."""
+    (folder / "scorers.py").write_text(SCORERS)
+    text = task(scorer, "generate_until").replace("DATA", str(folder / "data.json"))
+    text = text.replace("doc_to_choice: choices\n", "generation_kwargs: {max_gen_toks: 2}\n")
+    text += f"    aggregation: mean\n    higher_is_better: true\nprocess_results: !function scorers.{scorer}\n"
+    (folder / f"{scorer}.yaml").write_text(text)
+
+
+@pytest.mark.slow
+def test_a_scorer_that_fails_or_returns_no_number_fails_its_task_alone(folder, model, tmp_path, capsys):
+    expected = {
+        "nan": "item 0 has the acc nan: a score must be a finite number.",
+        "missing": "item 0 has the acc None: a score must be a finite number.",
+        "pair": "TypeError at line ",
+        "broken": "ZeroDivisionError at line 12 of scorers.py: division by zero",
+    }
+    for name in expected:
+        scored_by(folder, name)
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="4 of 5 benchmarks"):
+        run_eval(EvalOptions(model, out, benchmarks=pick(",".join([*expected, "sums"]), folder), limit=2))
+    lines = capsys.readouterr().out.splitlines()
+    for name, message in expected.items():
+        assert sum(line.startswith(f"Left out: {name}: {message}") for line in lines) == 1, (name, lines)
+        assert not (out / "model" / f"{name}.json").exists()
+    report = (out / "report.md").read_text()
+    assert "| sums | 2 |" in report and str(folder) not in report
+
+
+@pytest.mark.slow
+def test_a_score_above_1_is_shown_in_its_own_unit(folder, model, tmp_path):
+    scored_by(folder, "level")
+    run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick("level,sums", folder), limit=2))
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| level | 2 | 0 | 38.0 ± 0.5 |" in report and "| sums | 2 | 0 | 50.0 ± 50.0 |" in report
+    assert "Not percent, but in the unit of the metric: level (acc)." in report
+
+
+@pytest.mark.slow
+def test_a_lack_of_memory_on_the_machine_ends_the_run(folder, model, tmp_path):
+    scored_by(folder, "no_memory")
+    with pytest.raises(MemoryError):
+        run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick("no_memory,sums", folder), limit=2))
+    assert not (tmp_path / "out" / "model" / "sums.json").exists()
+
+
 SCORE = """
 from own_helpers import is_right
 

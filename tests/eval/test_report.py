@@ -9,8 +9,8 @@ from rich.markdown import Markdown
 from attnres.eval import report
 from attnres.eval.benchmarks import benchmarks
 from attnres.eval.paired import compare_pairs
-from attnres.eval.report import SECOND_NOTE, plot, to_markdown, to_table
-from attnres.eval.rows import ReportRow, Score
+from attnres.eval.report import SECOND_NOTE, make_notes, plot, to_markdown, to_table
+from attnres.eval.rows import ReportRow, Score, Shortened
 
 RESULTS = {
     "config": {"limit": None, "model_num_parameters": 10, "model_dtype": "torch.float32", "random_seed": 0},
@@ -21,7 +21,8 @@ WILD = "a|b `c` <img src=x>\n# d_e _f_ *g* [h](i) $j$ \\k ~l~ &lt; $m$"
 
 def row(title: str = "MMLU", **changes) -> ReportRow:
     benchmark = dataclasses.replace(benchmarks()["mmlu"], title=title, **changes)
-    return ReportRow(benchmark, 4, 5, Score(50, 25), 0.5, Score(25, 20), compare_pairs([1, 1, 0, 0], [1, 0, 0, 0]))
+    pair = compare_pairs([1, 1, 0, 0], [1, 0, 0, 0])
+    return ReportRow(benchmark, 4, 5, Score(50, 25), baseline=Score(25, 20), pair=pair)
 
 
 def shown(text: str) -> list[str]:
@@ -70,6 +71,52 @@ def test_numbers_that_the_paper_does_not_report_are_dashes():
     assert "| 74.6 |" in both and "| - | - |" in both and "# m on benchmarks\n" in both
     alone = to_markdown([other], [], "m", None, RESULTS)
     assert "paper" not in alone
+
+
+CUT, SHORT = Shortened(cut=0.5), Shortened(answer_tokens=256, task_answer_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("shortened", "expected"),
+    [
+        ({}, []),
+        ({"shortened": CUT}, ["Prompts longer than the context of m lost their beginning: MMLU 50% of them."]),
+        ({"baseline_shortened": CUT}, ["Prompts longer than the context of b lost their beginning: MMLU 50% of them."]),
+        ({"shortened": SHORT}, ["Answers of m had at most half of its context: MMLU 256 instead of 512 tokens."]),
+        (
+            {"baseline_shortened": SHORT},
+            ["Answers of b had at most half of its context: MMLU 256 instead of 512 tokens."],
+        ),
+    ],
+)
+def test_notes_say_what_either_models_context_was_too_short_for(shortened, expected):
+    rows = [dataclasses.replace(row(), **shortened)]
+    assert make_notes(rows, "m", "b", RESULTS, RESULTS) == expected
+    parts = shown(to_markdown(rows, [], "m", "b", RESULTS, RESULTS))
+    assert {*expected} <= {*parts}
+    is_cut = CUT in shortened.values()
+    assert any("answer the same prompts. " in part for part in parts) != is_cut
+    assert any("answer the same items, in prompts that were cut as said below. " in part for part in parts) == is_cut
+
+
+def test_cut_prompts_are_never_none_or_all_by_rounding():
+    for cut, text in ((0.001, "under 1%"), (0.999, "over 99%"), (1, "100%")):
+        (note,) = make_notes([dataclasses.replace(row(), shortened=Shortened(cut))], "m", None, RESULTS)
+        assert f"MMLU {text} of them" in note
+
+
+def test_settings_of_generation_that_did_not_count_are_named():
+    config = RESULTS["config"] | {"ignored_settings": {"repetition_penalty": 1.3}}
+    (note,) = make_notes([row()], "m", "b", RESULTS, RESULTS | {"config": config})
+    assert note == "For answers, the generation_config.json of b did not count: repetition_penalty 1.3."
+
+
+def test_numbers_that_are_not_percent_are_named(tmp_path):
+    rows = [row(), dataclasses.replace(row("Mine"), is_percent=False, score=Score(-37.5, 2), pair=None)]
+    text = to_markdown(rows, [], "m", "b", RESULTS)
+    assert "| -37.5 ± 2.0 |" in text and "Not percent, but in the unit of the metric: Mine (acc)." in text
+    assert "Percent, or the unit of the metric (see the note), ± one standard error." in text
+    plot(rows, tmp_path / "scores.png", "m", "b")
 
 
 def test_scores_other_than_right_and_wrong_are_compared_without_a_test():

@@ -1,5 +1,6 @@
 """`SharedPrefixLM` generates in batches the same texts as alone, and reports its progress."""
 
+import copy
 import random
 
 import pytest
@@ -30,6 +31,26 @@ def test_each_prompt_is_generated_with_its_own_arguments_beside_prompts_of_its_l
     generated = lm.generate_until(requests[::2] + requests[1::2], disable_tqdm=True)
     assert [len(text.split()) for text in generated] == [2, 2, 5, 2, 2, 5]
     assert [shape for shape in shapes if shape[1] > 1] == [(2, 41), (2, 4), (2, 6)]
+
+
+def test_settings_beside_a_model_do_not_change_greedy_decoding(make_model, tokenizer, monkeypatch):
+    """Settings of the task count."""
+    model = make_model("llama")
+    requests = generation(texts(random.Random(1), 3, 9, 30), until=[], max_gen_toks=12)
+    lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=2)
+    greedy = lm.generate_until(requests, disable_tqdm=True)
+    assert lm.ignored_settings == {}
+    settings = {"repetition_penalty": 1.9, "no_repeat_ngram_size": 1, "max_new_tokens": 2, "num_beams": 1}
+    changed = copy.deepcopy(model.generation_config)
+    changed.update(**settings)
+    monkeypatch.setattr(model, "generation_config", changed)
+    stock = HFLM(model, tokenizer=tokenizer, batch_size=2)
+    assert stock.generate_until(requests, disable_tqdm=True) != greedy
+    assert lm.generate_until(requests, disable_tqdm=True) == greedy
+    assert lm.ignored_settings == {name: value for name, value in settings.items() if name != "num_beams"}
+    assert model.generation_config is changed and changed.repetition_penalty == 1.9
+    own = generation(texts(random.Random(1), 3, 9, 30), until=[], max_gen_toks=12, repetition_penalty=1.9)
+    assert lm.generate_until(own, disable_tqdm=True) != greedy
 
 
 def test_progress_replaces_bars(model, tokenizer, capfd):

@@ -138,8 +138,11 @@ def test_an_empty_or_too_long_continuation_raises_an_error_of_one_line(pair, len
     assert "\n" not in str(error.value)
 
 
-def test_likelihoods_that_are_nan_raise_an_error(make_model, tokenizer):
-    """The harness would take the first of NaN values as the largest: a broken model would always answer A."""
+def test_logits_that_are_nan_raise_an_error(make_model, tokenizer):
+    """The harness would take the first of NaN values as the largest: a broken model would always answer A.
+
+    It would take a text generated from them as a wrong answer.
+    """
     model = make_model("llama")
     weight = model.lm_head.weight
     before = weight.detach().clone()
@@ -150,6 +153,8 @@ def test_likelihoods_that_are_nan_raise_an_error(make_model, tokenizer):
             lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=2, logits_cache=logits_cache)
             with pytest.raises(RuntimeError, match="log-likelihoods that are NaN"):
                 lm.loglikelihood(pairs_of(("w5", " w6"), ("w5", " w8")), disable_tqdm=True)
+            with pytest.raises(RuntimeError, match="logits that are NaN or infinite: its weights are damaged"):
+                lm.generate_until(generation(["w5 w6"]), disable_tqdm=True)
     finally:
         with torch.no_grad():
             weight.copy_(before)
