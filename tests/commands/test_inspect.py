@@ -87,7 +87,7 @@ def test_the_same_call_writes_the_same_bytes_with_any_settings_of_matplotlib(mod
     assert [path.name for path in report.iterdir() if path.read_bytes() != before.pop(path.name)] == []
     assert not before
     foreign = inspect(models, *call, "--out", "source", "--overwrite")
-    assert foreign.returncode == 1 and "was not written by this command" in foreign.stderr
+    assert foreign.returncode == 1 and "does not hold a report" in foreign.stderr
     assert sorted(path.name for path in models.iterdir()) == ["report", "retrofit", "source", "text.txt"]
 
 
