@@ -186,6 +186,7 @@ from unittest import mock
 from attnres.commands.main import main
 
 limit, sys.argv = int(sys.argv[1]), ["attnres", "convert", *sys.argv[2:]]
+sys.dont_write_bytecode = True  # Python would store cut bytecode
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 main()
 """
