@@ -121,9 +121,9 @@ def _without_unread(plan: Plan) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """Return the beginning of a text file, long enough for a comparison."""
+    """Return the beginning of a text file without a byte order mark, long enough for a comparison."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text in UTF-8 ({error}).") from error

@@ -40,8 +40,8 @@ def inspect(
         typer.Option(exists=True, dir_okay=False, help="Text to read.  [default: Python's language reference]"),
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory to write.")] = Path("inspection"),
-    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="Tokens of the text to read.")] = 8192,
-    length: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of a sequence.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of the text to read, at most.")] = 8192,
+    length: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of a sequence, at most.")] = 256,
     intervention_tokens: Annotated[
         int,
         typer.Option(
