@@ -115,10 +115,10 @@ def inspect_model(
     """
     if tokens < 2:
         raise ValueError(f"`tokens` must be at least 2, got {tokens}.")
-    length = min(length, tokens)
     limit = getattr(model.config, "max_position_embeddings", None) or length
-    if not 2 <= length <= limit:
+    if not 2 <= min(length, tokens) <= limit:
         raise ValueError(f"`length` must be from 2 to {limit:,}, the number of positions of the model, got {length}.")
+    length = min(length, tokens)
     if not isinstance(text, InspectedText):
         text = InspectedText("text", text) if isinstance(text, str) else read_text(text, tokens)
     member = family_member(model)
