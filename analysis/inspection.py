@@ -96,10 +96,10 @@ def inspect_model(
         tokenizer: The tokenizer of the model.
         text: The text to read: an `InspectedText`, the text itself as a string, or a text file as a `Path`.
         name: The name of the model in the report; by default the path or Hub id that the model was loaded from.
-        length: The number of tokens of a sequence.
-        tokens: The largest number of tokens to read. Only whole sequences are read.
-        intervention_tokens: How many of these tokens each intervention reads. There is a pass for each source and each
-            consumer. 0 makes no interventions.
+        length: The number of tokens of a sequence; `tokens`, if that is smaller.
+        tokens: The largest number of tokens to read, at least 2. Only whole sequences are read.
+        intervention_tokens: How many of these tokens each intervention reads, rounded up to whole sequences. There is a
+            pass for each source and each consumer. 0 makes no interventions.
         batch_size: The number of sequences of a batch.
         advance: Called to report progress as `advance(name, share)`, with the name of the current measurement and the
             share of all work that is done, from 0 to 1.
@@ -110,14 +110,17 @@ def inspect_model(
     Raises:
         OSError: The text file cannot be read.
         ValueError: The model is not of the family and cannot become a member; the text is not UTF-8 or shorter than one
-            sequence; `length` is out of range; the tokenizer gives ids that the model does not have; or the model's
-            results are not finite.
+            sequence; `length` or `tokens` is out of range; the tokenizer gives ids that the model does not have; or the
+            model's results are not finite.
     """
+    if tokens < 2:
+        raise ValueError(f"`tokens` must be at least 2, got {tokens}.")
     limit = getattr(model.config, "max_position_embeddings", None) or length
-    if not 2 <= length <= limit:
+    if not 2 <= min(length, tokens) <= limit:
         raise ValueError(f"`length` must be from 2 to {limit:,}, the number of positions of the model, got {length}.")
+    length = min(length, tokens)
     if not isinstance(text, InspectedText):
-        text = InspectedText("text", text) if isinstance(text, str) else read_text(text, max(tokens, length))
+        text = InspectedText("text", text) if isinstance(text, str) else read_text(text, tokens)
     member = family_member(model)
     ids, words = cut(text, tokenizer, length, tokens)
     check_token_ids(ids, model, f"{text.name}, by this tokenizer,")  # the name is the subject of its message

@@ -81,8 +81,9 @@ def differences(one: Inspection, other: Inspection) -> list[tuple[str, float]]:
         by_name[name] = 0.0 if math.isclose(first, second, rel_tol=_EQUAL) else second - first
     if not read_same_tokens(one, other):
         by_name[LOSS] = math.nan
-    # A residual stream and the running sums of blocks are different things.
-    if one.depth.block_size != other.depth.block_size or bool(one.depth_attention) != bool(other.depth_attention):
+    # A residual stream and the running sums of blocks are different things, and so are sums of blocks of other sizes.
+    sums = {"stream" if i.magnitudes.has_stream else i.depth.block_size for i in (one, other)}
+    if len(sums) > 1:
         by_name[STREAM] = math.nan
     return list(by_name.items())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .axis import DepthAxis, depth_axis
@@ -26,13 +27,14 @@ class Magnitudes(DrawableMeasurement):
         depth: The names of consumers and outputs.
         inputs: The magnitude of `h_l`, the input of each sublayer and of the output, before a norm.
         outputs: The magnitude of `v_l`, the embedding and the output of each sublayer.
-        stream: The magnitude of the sum to which each output is added: the residual stream or, in blocks, the running
-            sum of the block. Where nothing is summed, the magnitude of the output itself.
+        stream: The magnitude of the sum to which each output is added: the residual stream, if the model has one. If it
+            has none, the running sum of the block, which is the output itself in blocks of one.
         gradients: The magnitude of the derivative of the loss by `v_l`. The loss is that of a sequence, summed over its
             tokens. NaN if not measured.
         largest: The largest `|h_l|`, divided by the median `|h_l|` ("massive activations"). Over several batches, the
             median is the mean of the batches' medians.
         tokens: The number of counted tokens.
+        has_stream: Whether the model has a residual stream; not if depth attention takes its place.
     """
 
     depth: DepthAxis
@@ -42,6 +44,7 @@ class Magnitudes(DrawableMeasurement):
     gradients: Tensor
     largest: Tensor
     tokens: int
+    has_stream: bool
 
 
 def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradients: bool = True) -> Magnitudes:
@@ -64,13 +67,14 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
     model = family_member(model)
     totals: dict[str, Tensor] = {}
     num_sources: list[int] = []
-    tokens = 0
+    tokens, has_stream = 0, True
     with measuring(model):
         for batch in as_batches(batches):
             mask = mask_of(batch)
             tokens += int(mask.sum())
             num_sources.clear()  # every pass appends the same counts again
-            parts = [_forward(model, batch, mask, num_sources)]
+            forward, has_stream = _forward(model, batch, mask, num_sources)
+            parts = [forward]
             if gradients:
                 parts += [{"gradients": _gradients(model, sequence)} for sequence in split_sequences(batch)]
             for name, value in ((name, value) for part in parts for name, value in part.items()):
@@ -85,11 +89,14 @@ def magnitudes(model: PreTrainedModel, batches: Batch | Iterable[Batch], gradien
     mean = {name: (totals[name] / tokens).sqrt() for name in ("inputs", "outputs", "stream")}
     largest = totals["largest"] / (totals["median"] / tokens)
     mean["gradients"] = (totals["gradients"] / tokens).sqrt() if gradients else torch.full_like(largest, math.nan)
-    return Magnitudes(depth_axis(model, num_sources or None), **mean, largest=largest, tokens=tokens)
+    depth = depth_axis(model, num_sources or None)
+    return Magnitudes(depth, **mean, largest=largest, tokens=tokens, has_stream=has_stream)
 
 
 @torch.no_grad()
-def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: list[int]) -> dict[str, Tensor]:
+def _forward(
+    model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: list[int]
+) -> tuple[dict[str, Tensor], bool]:
     """Run one pass and sum its values over tokens.
 
     Args:
@@ -101,7 +108,9 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: li
     Returns:
         `inputs`, `outputs` and `stream`: the mean square over channels, summed over tokens; `median`: the median of
         absolute inputs, times the number of tokens; `largest`: the largest absolute input. Each `[L + 1]` in float64.
+        And whether the model has a residual stream.
     """
+    has_stream = True
     values: dict[str, list[Tensor]] = {name: [] for name in ("inputs", "outputs", "stream", "largest", "median")}
     newest = stream = None  # the newest output, and the sum to which it was added: [batch, seq, hidden]
 
@@ -112,7 +121,7 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: li
         return counted
 
     def read(connection: nn.Module, original: Any, state: Any, *norm: Any) -> Any:
-        nonlocal newest, stream
+        nonlocal newest, stream, has_stream
         result = original(state, *norm)
         inputs, weights = result[:2]
         if newest is None:  # the first state is the embedding
@@ -120,10 +129,12 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: li
             add("outputs", newest)
         elif weights is None:  # without depth attention, the input is the stream
             stream = inputs
+        elif (added_to := _without_depth_attention(connection, state, *norm)).any():
+            stream = added_to
         elif len(weights) > num_sources[-1]:  # the newest output begins a new block
-            stream = newest
+            stream, has_stream = newest, False
         else:  # the newest output joins the current block, which may have begun on another device
-            stream = stream.to(newest.device) + newest
+            stream, has_stream = stream.to(newest.device) + newest, False
         if weights is not None:
             num_sources.append(len(weights))
         add("stream", stream)
@@ -140,7 +151,25 @@ def _forward(model: PreTrainedModel, batch: Batch, mask: Tensor, num_sources: li
 
     with watched(model, read, write):
         run(model, batch)
-    return {name: torch.stack(parts) for name, parts in values.items()}
+    return {name: torch.stack(parts) for name, parts in values.items()}, has_stream
+
+
+def _without_depth_attention(connection: nn.Module, state: Any, *norm: Any) -> Tensor:
+    """Compute what a connection reads if its depth attention gives nothing: its residual stream, or zeros.
+
+    A read is linear in the state once its coefficients are known, and a stream has none.
+
+    Args:
+        connection: A connection with depth attention.
+        state: The state before the read.
+        norm: The weight of the key norm, if the connection takes one.
+
+    Returns:
+        `[batch, seq, hidden]`.
+    """
+    coefficients = connection.coefficients(state, *norm)
+    nothing = tree_map(lambda value: torch.zeros_like(value) if isinstance(value, Tensor) else value, coefficients)
+    return connection.mix(state, nothing)[0]
 
 
 @torch.inference_mode(False)

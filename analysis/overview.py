@@ -161,12 +161,12 @@ def _describe_magnitudes(inspection: Inspection) -> list[str]:
     """Describe how the stream and the gradients change with depth, and how large the largest value is."""
     magnitudes, depth = inspection.magnitudes, inspection.depth
     stream, outputs = magnitudes.stream, depth.outputs
-    # Full attention residuals do not sum outputs: their stream is one output at a time.
-    stream_name = "the stream" if inspection.depth_attention is None else "single outputs"
+    # In blocks of one, outputs are not summed: what stands for the stream is one output at a time.
+    stream_name = "the stream" if magnitudes.has_stream else "single outputs"
     first, last, peak = stream[0].item(), stream[-1].item(), stream.argmax().item()
     output_input = number(key_numbers_of(inspection)[OUTPUT_INPUT])
     read_by_output = f"The mixture that the output reads has {output_input} times the magnitude of the embedding."
-    if depth.block_size > 1:
+    if depth.block_size > 1 and not magnitudes.has_stream:
         ends = [depth.members(source)[-1] for source in range(1, len(depth.sources))]
         sums = sorted((stream[end].item(), depth.sources[source]) for source, end in enumerate(ends, 1))
         (least, least_name), (most, most_name) = sums[0], sums[-1]

@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnres.utils.files import atomic_directory
+from attnres.utils.files import atomic_directory, atomic_write
 
 from . import figures
 from .depth_maps import largest
 from .inspection import LABELS, Inspection
 from .page import render
-from .record import WRITTEN_BY, to_csv, to_json
-from .report_files import MAPS, NUMBERS, PAGE, SUFFIXES, TOGETHER, figure_name, report_names
+from .record import to_csv, to_json
+from .report_files import MAPS, NUMBERS, PAGE, SUFFIXES, TOGETHER, WRITTEN_REPORT, figure_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,12 +53,7 @@ def report_directory(out: str | os.PathLike, overwrite: bool = False) -> Iterato
         FileExistsError: `out` exists and must not be replaced.
         OSError: The directory cannot be made.
     """
-    if overwrite and Path(out).is_dir():
-        names = report_names()
-        others = sorted(path.name for path in Path(out).iterdir() if path.is_dir() or path.name not in names)
-        if others:
-            raise FileExistsError(f"{out} holds {others[0]}, which is not part of a report: choose another directory.")
-    with atomic_directory(out, overwrite=overwrite, marker=NUMBERS, content=WRITTEN_BY) as folder:
+    with atomic_directory(out, WRITTEN_REPORT, overwrite=overwrite) as folder:
         yield folder
 
 
@@ -70,12 +65,12 @@ def fill(folder: Path, inspections: Sequence[Inspection]) -> None:
         inspections: One inspection or two.
 
     Raises:
-        OSError: The files cannot be written.
+        OSError: The files cannot be written. The error names the file.
     """
-    (folder / NUMBERS).write_text(to_json(inspections), encoding="utf-8")
+    atomic_write(folder / NUMBERS, to_json(inspections))
     tables = to_csv(inspections)
     for name, table in tables.items():
-        (folder / name).write_text(table, encoding="utf-8")
+        atomic_write(folder / name, table)
     svgs = {}
     for kind, draw in _figures(inspections).items():
         figure = draw()
@@ -84,7 +79,7 @@ def fill(folder: Path, inspections: Sequence[Inspection]) -> None:
         for suffix in SUFFIXES:
             figures.finish(figure, folder / f"{name}{suffix}")
         svgs[kind] = (folder / f"{name}.svg").read_text(encoding="utf-8")
-    (folder / PAGE).write_text(render(inspections, svgs, files=(NUMBERS, *tables)), encoding="utf-8")
+    atomic_write(folder / PAGE, render(inspections, svgs, files=(NUMBERS, *tables)))
 
 
 def labels(inspections: Sequence[Inspection]) -> list[str]:

@@ -5,6 +5,8 @@ A folder with a report may hold other files too. Only files with these names are
 
 from pathlib import Path
 
+from attnres.utils.files import Written, entries_beyond
+
 from .inspection import LABELS
 from .record import TABLES, WRITTEN_BY
 
@@ -39,6 +41,15 @@ def report_names() -> set[str]:
     """Return the names of all files that a report can have."""
     kinds = [figure_name(kind, letter) for kind in (*MAPS.values(), "mixing") for letter in ("", *LABELS)]
     return {PAGE, NUMBERS, *TABLES, *(f"{kind}{suffix}" for kind in (*kinds, *TOGETHER) for suffix in SUFFIXES)}
+
+
+def _beyond_report(folder: Path) -> list[str]:
+    """Return what lies in the directory of a report but is not part of it."""
+    names = report_names()
+    return entries_beyond(folder, lambda path: path in names)
+
+
+WRITTEN_REPORT = Written("a report", NUMBERS, WRITTEN_BY, _beyond_report)
 
 
 def report_files(folder: Path) -> dict[str, Path]:

@@ -1,6 +1,7 @@
 """Read a text to inspect models on, and cut it into sequences of equal length."""
 
 import hashlib
+import io
 import os
 import sys
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from attnres.utils.wording import counted
 
 # Characters to read for each token that is needed. Few texts have more characters in a token.
 _CHARACTERS_PER_TOKEN = 20
+_CHUNK = 2**20  # bytes to read at a time for the digest alone
 
 
 @dataclass(frozen=True)
@@ -24,26 +26,43 @@ class InspectedText:
     Attributes:
         name: The name of the file, or a description of the text.
         content: The beginning of the text, long enough for the inspection.
+        sha256: The SHA-256 of the whole file's bytes, as hexadecimal digits; by default that of `content` in UTF-8, for
+            a text that is not from a file.
     """
 
     name: str
     content: str = field(repr=False)
+    sha256: str = ""
 
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of `content` in UTF-8, as hexadecimal digits."""
-        return hashlib.sha256(self.content.encode()).hexdigest()
+    def __post_init__(self):
+        if not self.sha256:
+            object.__setattr__(self, "sha256", hashlib.sha256(self.content.encode()).hexdigest())
+
+
+class _HashedFile(io.FileIO):
+    """A file that updates a digest by all bytes that are read from it. A pipe can be read only once."""
+
+    def __init__(self, path: str | os.PathLike):
+        super().__init__(path)
+        self.digest = hashlib.sha256()
+
+    def readinto(self, buffer: bytearray) -> int:
+        count = super().readinto(buffer)
+        self.digest.update(memoryview(buffer)[:count])
+        return count
 
 
 def read_text(path: str | os.PathLike, tokens: int) -> InspectedText:
-    """Read the beginning of a file, and strip its leading white space.
+    """Read the beginning of a file, as training reads texts, and compute the digest of the whole file.
+
+    A byte order mark and leading white space are left out, and lines end in a line feed.
 
     Args:
         path: A plain text file.
         tokens: The number of tokens that the text must have; 20 characters are read for each.
 
     Returns:
-        The text, with the name of the file.
+        The text, with the name of the file and the SHA-256 of its bytes.
 
     Raises:
         OSError: The file cannot be read.
@@ -52,16 +71,20 @@ def read_text(path: str | os.PathLike, tokens: int) -> InspectedText:
     if Path(path).suffix in (".json", ".jsonl"):
         raise ValueError(f"{path} must be plain text, but its name says that it is JSON: write its texts to a file.")
     try:
-        with open(path, encoding="utf-8") as file:
+        with _HashedFile(path) as source:
+            buffered = io.BufferedReader(source)
+            file = io.TextIOWrapper(buffered, encoding="utf-8-sig")
             content = file.read(_CHARACTERS_PER_TOKEN * tokens).lstrip()
             # If only white space was read, the text begins later.
             while not content and (part := file.read(_CHARACTERS_PER_TOKEN * tokens)):
                 content = part.lstrip()
+            while buffered.read(_CHUNK):  # the rest of the file
+                pass
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: give a plain text file.") from error
     if not content:
         raise ValueError(f"{path} holds no text.")
-    return InspectedText(Path(path).name, content)
+    return InspectedText(Path(path).name, content, source.digest.hexdigest())
 
 
 def language_reference(tokens: int) -> InspectedText:

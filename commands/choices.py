@@ -1,4 +1,4 @@
-"""Common parts of the commands: `--debug`, help texts, marks of written directories, safe printing.
+"""Common parts of the commands: `--debug`, help texts, safe printing.
 
 Every help text imports this file, so it does not import PyTorch.
 """
@@ -16,11 +16,6 @@ from typer.core import TyperCommand, TyperGroup
 from attnres.utils.wording import counted, did_you_mean, printable
 
 from .guard import show_tracebacks
-
-# `--overwrite` may replace a directory that has a file `marker` with this `content`; see
-# `attnres.utils.files.atomic_directory`.
-WRITTEN_MODEL = {"marker": "config.json", "content": '"model_type"'}
-WRITTEN_REPORT = {"marker": "inspection.json", "content": '"written_by": "attnres inspect"'}
 
 MAX_NAMED = 10  # the largest number of tensors that a message names
 
@@ -104,6 +99,22 @@ def check_revision(source: str, revision: str | None, option: str = "--revision"
     kind = "directory" if Path(source).is_dir() else "named configuration" if source in named else None
     if revision is not None and kind is not None:
         raise typer.BadParameter(f"{option} belongs to models on the Hub, and {source} is a {kind}. Leave it out.")
+
+
+def check_apart(folder: Path, target: Path, source: str) -> None:
+    """Raise an error if the directory of a source and that of its result lie in each other.
+
+    Args:
+        folder: The source's directory.
+        target: The result's directory.
+        source: The name of the source, for the message.
+
+    Raises:
+        ValueError: One is the other, or lies in it.
+    """
+    for inner, outer in ((folder, target), (target, folder)):
+        if inner.resolve().is_relative_to(outer.resolve()):
+            raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
 
 
 def given_options(context: typer.Context) -> list[str]:

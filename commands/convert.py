@@ -22,10 +22,11 @@ from attnres.conversion.side_files import TOKENIZER_FILES
 from attnres.conversion.source import ConversionSource, open_source
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
 from attnres.utils.files import atomic_directory
+from attnres.utils.model_files import WRITTEN_MODEL
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.wording import counted, printable
 
-from .choices import WRITTEN_MODEL, describe_unread, shown
+from .choices import check_apart, describe_unread, shown
 
 
 def run_convert(
@@ -54,7 +55,7 @@ def run_convert(
         verify: Whether to compare the two models' logits. `None`: if one of them fits in memory in float32.
         text: A file to compare on instead of the built-in prompts.
         hard_link: Whether to link the weights instead of copying them.
-        overwrite: Whether to replace a model at `target`.
+        overwrite: Whether to replace `target` if it holds a model and nothing else.
         trust_remote_code: Whether to copy code that came with the source, such as the code of its tokenizer.
         num_blocks: The number of blocks that the user gave. A note is printed if the result has another number.
         flags: The options of a retrofit that the user gave, such as `--block-size`. Kimi K3 takes none.
@@ -66,11 +67,9 @@ def run_convert(
     """
     console = Console(soft_wrap=True, highlight=False)
     folder = find(source, revision)
-    for inner, outer in ((folder, target), (target, folder)):
-        if inner.resolve().is_relative_to(outer.resolve()):
-            raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
+    check_apart(folder, target, source)
     texts = PROMPTS if text is None else [_read_text(text)]
-    with atomic_directory(target, overwrite=overwrite, **WRITTEN_MODEL) as stage:
+    with atomic_directory(target, WRITTEN_MODEL, overwrite=overwrite) as stage:
         with TemporaryDirectory(dir=stage) as scratch:
             with status(console, "Reading the checkpoint ..."):
                 opened = open_source(folder, Path(scratch))
@@ -122,9 +121,9 @@ def _without_unread(plan: Plan) -> str:
 
 
 def _read_text(path: Path) -> str:
-    """Return the beginning of a text file, long enough for a comparison."""
+    """Return the beginning of a text file without a byte order mark, long enough for a comparison."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text in UTF-8 ({error}).") from error

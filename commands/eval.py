@@ -13,7 +13,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from attnres.conversion.checkpoint import find
-from attnres.conversion.side_files import TOKENIZER_PATTERNS
 from attnres.conversion.tokenizers import load_tokenizer
 from attnres.conversion.whole import check_source_sizes
 from attnres.eval import sandbox
@@ -29,6 +28,7 @@ from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lo
 from attnres.eval.store import ResultStore, to_json
 from attnres.eval.suite import Loaded, collect, find_unfinished, load_all, run_jobs, software
 from attnres.utils.files import atomic_write, locked
+from attnres.utils.model_files import TOKENIZER_PATTERNS
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.quiet import quiet_transformers
 

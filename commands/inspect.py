@@ -105,8 +105,7 @@ def run_inspect(
         ValueError: A model, its tokenizer or the text cannot be used.
     """
     console = Console(soft_wrap=True, highlight=False)
-    num_tokens = max(settings["tokens"], settings["length"])
-    content = read_text(text, num_tokens) if text else language_reference(num_tokens)
+    content = read_text(text, settings["tokens"]) if text else language_reference(settings["tokens"])
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TextColumn("left:"))
     inspections, begun = [], set()
     with (

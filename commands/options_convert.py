@@ -10,8 +10,9 @@ import typer
 
 from attnres.utils.files import check_replaceable
 from attnres.utils.hub import check_source
+from attnres.utils.model_files import WRITTEN_MODEL
 
-from .choices import WRITTEN_MODEL, Debug, given_options
+from .choices import Debug, check_apart, given_options
 from .connections import CONNECTIONS, PRESETS, describe_connections, flag, owners
 from .guard import loading
 
@@ -88,7 +89,7 @@ def convert(
         Path | None, typer.Option(exists=True, dir_okay=False, help="Compare on this file, not on built-in prompts.")
     ] = None,
     hard_link: Annotated[bool, typer.Option("--hard-link", help="Link the weights instead of copying them.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model at DST.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST if it holds only a model.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Copy code that came with SRC, such as its tokenizer's.")
     ] = False,
@@ -118,7 +119,9 @@ def convert(
     fields = read_fields(settings or ())
     refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_given, bool(fields))
     check_source(source)
-    check_replaceable(target, overwrite, **WRITTEN_MODEL)
+    if overwrite and Path(source).is_dir():
+        check_apart(Path(source), target, source)
+    check_replaceable(target, WRITTEN_MODEL, overwrite)
     with loading():
         from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard
         from attnres.conversion.family import retrofit_fields

@@ -6,14 +6,16 @@ from typing import Annotated
 
 import typer
 
-from attnres.utils.files import check_replaceable
+from attnres.utils.files import Written, check_replaceable
 from attnres.utils.hub import check_source
 
-from .choices import WRITTEN_REPORT, Debug, check_revision, given_options
+from .choices import Debug, check_revision, given_options
 from .connections import flag
 from .guard import loading
 
 LARGEST = 10**9  # the largest number that an option takes
+# The same as in `attnres.analysis.report_files`, which imports PyTorch. It checks the names of files later.
+WRITTEN_REPORT = Written("a report", "inspection.json", '"written_by": "attnres inspect"', lambda folder: ())
 
 
 class Dtype(StrEnum):
@@ -38,8 +40,8 @@ def inspect(
         typer.Option(exists=True, dir_okay=False, help="Text to read.  [default: Python's language reference]"),
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory to write.")] = Path("inspection"),
-    tokens: Annotated[int, typer.Option(min=1, max=LARGEST, help="Tokens of the text to read.")] = 8192,
-    length: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of a sequence.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of the text to read, at most.")] = 8192,
+    length: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of a sequence, at most.")] = 256,
     intervention_tokens: Annotated[
         int,
         typer.Option(
@@ -94,7 +96,7 @@ def inspect(
         check_revision(compare, compare_revision, "--compare-revision")
     if tokenizer is not None:
         check_source(tokenizer, is_tokenizer=True)
-    check_replaceable(out, overwrite, **WRITTEN_REPORT)
+    check_replaceable(out, WRITTEN_REPORT, overwrite)
     for path in filter(None, (model, compare, tokenizer, text)):
         if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):
             raise typer.BadParameter(f"{path} lies in --out {out}, which would be replaced: choose another directory.")

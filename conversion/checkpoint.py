@@ -19,10 +19,10 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from attnres.loading_attnres import explain_broken_shard
 from attnres.saving_attnres import complete_save
 from attnres.utils.hub import ADAPTER_CONFIG, check_no_lone_adapter, check_path
+from attnres.utils.model_files import RECORD, SIDE_FILES
 
 from .pickles import read_pickle, read_pickle_shapes
 from .shards import DTYPES, Entry, Shard, check_space, explain_writing, read_pieces, read_shard
-from .side_files import RECORD, SIDE_FILES
 from .source_files import check_file, check_text, read_object
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights

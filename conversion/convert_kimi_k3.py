@@ -21,13 +21,13 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
 from attnres.pretrained_attnres import auto_map
+from attnres.utils.model_files import RECORD
 
 from .checkpoint import lacks_metadata, open_checkpoint
 from .complete import complete_model, has_head
 from .kimi_k3 import count_parameters, describe_layout, is_packed, model_class
 from .plan import Plan
 from .shards import Entry
-from .side_files import RECORD
 from .source import ConversionSource
 from .source_code import AUTO_MAP, code_fields, references
 from .source_files import check_text, json_text, read_object

@@ -2,14 +2,14 @@
 
 A model's directory may hold anything, and an upload may be public. So a file is uploaded only if its name comes from
 `transformers` or a tokenizer's code, or is the name of a licence. `attnres convert` uses the wider patterns of
-`side_files.py`, because its copies stay on the same machine.
+`utils/model_files.py`, because its copies stay on the same machine.
 """
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from .side_files import RECORD
+from attnres.utils.model_files import RECORD
 
 _TOKENIZER = {
     "tokenizer.json",

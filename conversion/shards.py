@@ -3,7 +3,6 @@
 Weights are read only to copy them, in pieces of `CHUNK` bytes. Each piece is checked for NaN on the way.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -15,6 +14,8 @@ from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from attnres.utils.files import explain_full_disk
 
 CHUNK = 2**20  # bytes; a piece of this size stays in the processor's cache between reading, checking and writing
 # Names of dtypes in safetensors files.
@@ -140,13 +141,10 @@ def explain_writing(path: Path) -> Iterator[None]:
         OSError: The file cannot be written. The message names it.
     """
     try:
-        yield
+        with explain_full_disk(path):
+            yield
     except SafetensorError as error:  # `save_file` raises it in place of an `OSError`
         raise OSError(f"{path} cannot be written: {error}") from error
-    except OSError as error:
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
 
 
 def show_bytes(number: int) -> str:

@@ -10,41 +10,12 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from attnres.utils.model_files import OTHER_PATTERNS, TOKENIZER_PATTERNS
 from attnres.utils.quiet import quiet_transformers
 
 from .source_code import AUTO_MAP, code_fields, copy_code, references, shown
 from .source_files import check_file, check_text, read_json, read_object, write_json
 
-# The patterns leave out weights, their index and the model's configuration. None fits the name of a Python file.
-TOKENIZER_PATTERNS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tokenizer.model.v[0-9]",
-    "tokenizer.model.v[0-9][0-9]",
-    "vocab*.json",
-    "vocab*.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.jinja",
-    "chat_template*.json",
-    "additional_chat_templates/*.jinja",
-)
-_LICENCES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
-_OTHER_FILES = (
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    *_LICENCES,
-    *(f"{name}*{suffix}" for name in _LICENCES for suffix in (".txt", ".md", ".rst")),
-)
-SIDE_FILES = (*TOKENIZER_PATTERNS, *_OTHER_FILES)
-# A conversion of Kimi K3 writes this file, by which `--to released` undoes it.
-RECORD = "released_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # A directory with a tokenizer has at least one of these.
 TOKENIZER_FILES = (_TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -100,7 +71,7 @@ def copy_side_files(
 def _side_files(folder: Path) -> dict[Path, bool]:
     """Check the side files, and return path -> whether only a tokenizer needs the file."""
     paths = {path: True for pattern in TOKENIZER_PATTERNS for path in sorted(folder.glob(pattern))}
-    paths |= {path: False for pattern in _OTHER_FILES for path in sorted(folder.glob(pattern))}
+    paths |= {path: False for pattern in OTHER_PATTERNS for path in sorted(folder.glob(pattern))}
     paths = {path: is_of_tokenizer for path, is_of_tokenizer in paths.items() if path.exists() and not path.is_dir()}
     for path in paths:
         (check_text if path.suffix == ".json" else check_file)(folder, path)
@@ -172,4 +143,4 @@ def _name_tokenizer_class(name: str, target: Path) -> None:
         write_json(path, tokenizer | {"tokenizer_class": name})
 
 
-__all__ = ["RECORD", "SIDE_FILES", "TOKENIZER_FILES", "TOKENIZER_PATTERNS", "copy_side_files"]
+__all__ = ["TOKENIZER_FILES", "copy_side_files"]

@@ -15,14 +15,14 @@ from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_imports
 
+from attnres.utils.model_files import SOURCE_CODE
+
 from .source_files import check_text
 
 AUTO_MAP = "auto_map"
 PIPELINES = "custom_pipelines"
 # Fields that name code, in any JSON file of a model.
 CODE_FIELDS = (AUTO_MAP, PIPELINES, "custom_generate")
-# The subfolder of a result for code that came with the source. The result's own code lies beside `config.json`.
-FOLDER = "source_code"
 
 
 def objects(value: Any) -> Iterator[dict]:
@@ -120,8 +120,8 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
             return value
         parts = module_of(value, folder)
         # An earlier conversion has put it into the subfolder already. A file `source_code.py` is not that subfolder.
-        is_in_subfolder = len(parts) > 1 and parts[0] == FOLDER
-        parents = parts[:-1] if is_in_subfolder else [FOLDER, *parts[:-1]]
+        is_in_subfolder = len(parts) > 1 and parts[0] == SOURCE_CODE
+        parents = parts[:-1] if is_in_subfolder else [SOURCE_CODE, *parts[:-1]]
         for path in with_imports(folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder):
             copy = target.joinpath(*parents, path.name)
             if copy.exists() and copy.read_bytes() != path.read_bytes():
@@ -164,7 +164,6 @@ def with_imports(code: Path, folder: Path) -> list[Path]:
 __all__ = [
     "AUTO_MAP",
     "CODE_FIELDS",
-    "FOLDER",
     "PIPELINES",
     "code_fields",
     "copy_code",

@@ -37,7 +37,8 @@ from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
 from attnres.conversion.whole import load_whole
-from attnres.utils.files import atomic_directory
+from attnres.utils.files import atomic_directory, atomic_write
+from attnres.utils.model_files import DEMO_ATTENTION, DEMO_LOSSES, DEMO_MODEL, DEMO_RESULTS, WRITTEN_DEMO
 from attnres.utils.progress import ProgressBar
 from attnres.utils.quiet import quiet_transformers
 
@@ -67,7 +68,6 @@ RESIDUAL_LR_FACTOR = 0.3  # of a retrofit; from scratch the factor is 1
 MAX_TEXT_CHARACTERS = 4_000_000
 PROMPT, PROMPT_CHARACTERS = "def ", 60  # for Python sources; the length of a prompt from another text
 NEW_TOKENS = 40  # of each text that is generated
-RESULTS = "results.json"
 
 THE_MODEL = "Both are Llamas with {layers} layers of width {width}: {parameters:,} parameters beside the embeddings."
 AT_THIS_LENGTH = (
@@ -134,13 +134,13 @@ def run_demo(
             trained from scratch.
         text: A file of text. By default the sources of the Python installation.
         seed: The first of [`SEEDS`] seeds.
-        overwrite: Whether to replace the directory of an earlier demo.
+        overwrite: Whether to replace `out` if it holds an earlier demo and nothing else.
 
     Returns:
         The content of `results.json`.
 
     Raises:
-        FileExistsError: `out` exists and `overwrite` is not set, or it was not written by the demo.
+        FileExistsError: `out` exists, and `overwrite` is not set or it holds something else than a demo.
         ValueError: There is too little text, or the checkpoint cannot be retrofitted.
     """
     # For such a small model, a second thread saves a fifth of the time on idle cores, and costs much time on busy ones.
@@ -149,12 +149,12 @@ def run_demo(
     with (
         quiet_transformers(),
         _torch_threads(threads),
-        atomic_directory(out, overwrite=overwrite, marker=RESULTS) as target,
+        atomic_directory(out, WRITTEN_DEMO, overwrite=overwrite) as target,
     ):
         steps = max(4, round(minutes * (CHECKPOINT_STEPS_PER_MINUTE if checkpoint else STEPS_PER_MINUTE) / (2 * SEEDS)))
         demo = _Demo(Console(), target, steps, _read_text(text), seed)
         results = demo.from_checkpoint(checkpoint) if checkpoint else demo.from_scratch()
-    Console().print(f"Written to [bold]{out}[/]: the model, its figures, {RESULTS}.", soft_wrap=True)
+    Console().print(f"Written to [bold]{out}[/]: the model, its figures, {DEMO_RESULTS}.", soft_wrap=True)
     return results
 
 
@@ -267,7 +267,7 @@ class _Demo:
         self.console.print(_describe_errors(lead, self.results["text"]["held_out_documents"]))
         curves = {label: [t.curve for t in trials if t.label == label] for label in (ATTN_RES, STANDARD)}
         self.results["training_loss"] = curves
-        plot_paired_runs(curves, self.target / "loss_curves.png")
+        plot_paired_runs(curves, self.target / DEMO_LOSSES)
         return models
 
     def show_retrofit(
@@ -297,13 +297,13 @@ class _Demo:
         attention = depth_attention(model, data.held_out[:64].split(16))
         self.results["depth_attention"] = [[round(w, 4) for w in row[~row.isnan()].tolist()] for row in attention.mean]
         self.console.print(_describe_depth_attention(attention))
-        attention.plot(self.target / "depth_attention.png", values="relative")
-        model.save_pretrained(self.target / "model")
-        tokenizer.save_pretrained(self.target / "model")
-        self.results["sample"] = _generate_without_attnres(self.target / "model", self.text.prompt, self.seed)
+        attention.plot(self.target / DEMO_ATTENTION, values="relative")
+        model.save_pretrained(self.target / DEMO_MODEL)
+        tokenizer.save_pretrained(self.target / DEMO_MODEL)
+        self.results["sample"] = _generate_without_attnres(self.target / DEMO_MODEL, self.text.prompt, self.seed)
         self.heading("A sample of the saved model, from a new process without attnres")
         self.console.print(self.results["sample"], markup=False, highlight=False)
-        (self.target / RESULTS).write_text(json.dumps(self.results, indent=2) + "\n")
+        atomic_write(self.target / DEMO_RESULTS, json.dumps(self.results, indent=2) + "\n")
         return self.results
 
 

@@ -28,13 +28,14 @@ from attnres.conversion.kimi_k3 import describe_left_out
 from attnres.conversion.markdown import code, is_hub_id, link
 from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
 from attnres.utils.files import atomic_directory, atomic_write
+from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 from attnres.utils.wording import counted
 
 from .recipe import Recipe
-from .run_folder import RESULTS
+from .run_folder import ADAPTER, MODEL, RESULTS
 from .trainer import AttnResTrainer
 
-MODEL, ADAPTER, CURVE = "model", "adapter", "loss.png"
+CURVE = "loss.png"
 LARGEST_EXPONENT = 700.0  # `exp` of a larger loss would exceed the range of floats
 
 
@@ -120,7 +121,7 @@ def _write_files(
 ) -> None:
     """Write the files of [`write_run`], which explains the errors."""
     out, is_main = Path(recipe.out), trainer.is_world_process_zero()
-    kind, marker = (MODEL, "config.json") if recipe.lora is None else (ADAPTER, "adapter_config.json")
+    kind, written = (MODEL, WRITTEN_MODEL) if recipe.lora is None else (ADAPTER, WRITTEN_ADAPTER)
     write_card_to = partial(
         write_training_card,
         recipe=recipe,
@@ -133,7 +134,7 @@ def _write_files(
         stage = out / f".{kind}.partial"  # the temporary directory that `atomic_directory` makes
         if is_main:
             # A run that was killed before it wrote `results.json` may have left a model, which this one replaces.
-            stack.enter_context(atomic_directory(out / kind, overwrite=True, marker=marker))
+            stack.enter_context(atomic_directory(out / kind, written, overwrite=True))
         trainer.accelerator.wait_for_everyone()
         trainer.save_model(str(stage))  # all processes: a divided model is gathered from them
         trainer.accelerator.wait_for_everyone()
@@ -144,7 +145,7 @@ def _write_files(
                 write_card_to(stage, trainer.accelerator.unwrap_model(trainer.model))
     if is_main:
         if recipe.lora is not None and recipe.merge:
-            with atomic_directory(out / MODEL, overwrite=True, marker="config.json") as stage:
+            with atomic_directory(out / MODEL, WRITTEN_MODEL, overwrite=True) as stage:
                 merged = trainer.model.merge_and_unload()
                 merged.save_pretrained(stage)
                 tokenizer.save_pretrained(stage)

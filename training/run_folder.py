@@ -11,11 +11,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from attnres.utils.errors import why_not_written
-from attnres.utils.files import atomic_write, locked
+from attnres.utils.files import atomic_write, check_replaceable, locked
+from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 
 from .recipe import Recipe, read_recipe, write_recipe
 
 RECIPE, RESULTS, DATA, LOCK = "recipe.yaml", "results.json", "data.json", ".lock"
+MODEL, ADAPTER = "model", "adapter"
 PARTIAL = ".partial-"  # the prefix of a folder that a checkpoint is written into
 START = ".start"  # the folder of a whole model that is about to be divided
 # Folders that a killed run may leave half-written, the second of them by `atomic_directory`.
@@ -28,7 +30,8 @@ def check_folder(out: Path) -> None:
     """Raise if no run can begin or resume in `out`.
 
     Raises:
-        FileExistsError: `out` is a file, or holds a finished run or other files.
+        FileExistsError: `out` is a file, or holds a finished run or other files; or its `model` or `adapter`, which the
+            run replaces at its end, does.
         ValueError: The recipe in `out` is damaged.
     """
     if (out / RESULTS).exists():
@@ -37,6 +40,8 @@ def check_folder(out: Path) -> None:
         raise FileExistsError(f"{out} is a file. Choose another `out`.")
     if out.exists() and {path.name for path in out.iterdir()} - {LOCK} and not _is_run_folder(out):
         raise FileExistsError(f"{out} holds other files. Choose another `out`.")
+    for name, written in ((MODEL, WRITTEN_MODEL), (ADAPTER, WRITTEN_ADAPTER)):
+        check_replaceable(out / name, written, overwrite=True)
 
 
 def _is_run_folder(out: Path) -> bool:
@@ -150,4 +155,4 @@ def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
     atomic_write(path, json.dumps(digests, indent=2) + "\n")
 
 
-__all__ = ["DATA", "RECIPE", "RESULTS", "check_data", "check_folder", "hold_folder"]
+__all__ = ["ADAPTER", "DATA", "MODEL", "RECIPE", "RESULTS", "check_data", "check_folder", "hold_folder"]

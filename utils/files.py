@@ -1,13 +1,79 @@
 """Write files and directories so that they appear whole or not at all, and by one process at a time."""
 
 import contextlib
+import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from filelock import FileLock, Timeout
+
+_MAX_NAMED = 3  # the largest number of foreign files that a message names
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a command writes into a directory. Only a directory that holds this and nothing else may be replaced.
+
+    Attributes:
+        title: The words for it, with an article, such as `a model`.
+        marker: The name of a file in every directory that the command writes.
+        content: A text that the marker contains.
+        find_foreign: A function that returns the files and folders of a directory that the command cannot have written,
+            as [`entries_beyond`] does.
+    """
+
+    title: str
+    marker: str
+    content: str
+    find_foreign: Callable[[Path], Sequence[str]]
+
+
+def entries_beyond(folder: Path, is_part: Callable[[str], bool]) -> list[str]:
+    """Return the files and folders in a directory that are not part of what a command writes.
+
+    Args:
+        folder: The directory.
+        is_part: A function that tells whether a path is part of it. A path is relative to `folder`, and that of a
+            folder ends in `/`. The content of a folder that is no part is not looked at.
+
+    Returns:
+        The sorted paths, without the `/` at the end. A link counts as a file, since only the link would be removed.
+    """
+    foreign = []
+    pending = [folder]
+    while pending:
+        for path in pending.pop().iterdir():
+            name = path.relative_to(folder).as_posix()
+            if path.is_dir() and not path.is_symlink():
+                if is_part(f"{name}/"):
+                    pending.append(path)
+                    continue
+            elif is_part(name):
+                continue
+            foreign.append(name)
+    return sorted(foreign)
+
+
+@contextlib.contextmanager
+def explain_full_disk(path: Path) -> Iterator[None]:
+    """Add the name of a file to the errors of a full disk, a quota and a limit of file sizes, which do not name it.
+
+    Args:
+        path: The file that the block writes.
+
+    Raises:
+        OSError: The file cannot be written. The error names it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
@@ -16,18 +82,22 @@ def atomic_write(path: Path, content: str | bytes) -> None:
     Args:
         path: The file. If it is a link, the file that it leads to is written.
         content: The content. Text is encoded as UTF-8.
+
+    Raises:
+        OSError: The file cannot be written. The error names it.
     """
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        with explain_full_disk(path):
+            partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, content: str = "") -> Iterator[Path]:
+def atomic_directory(out: str | os.PathLike, written: Written, *, overwrite: bool) -> Iterator[Path]:
     """Make a temporary directory `.{name}.partial` beside `out`, and rename it to `out` when the block ends.
 
     If the block fails, the temporary directory is removed and `out` stays as it was. If the process is killed, the next
@@ -35,9 +105,8 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
 
     Args:
         out: The directory.
-        overwrite: Whether to replace `out` if the same command has written it, as `marker` shows.
-        marker: The name of a file in every directory that the command writes.
-        content: A text that the marker must contain before its directory may be replaced.
+        written: What the block writes.
+        overwrite: Whether to replace `out` if it holds something `written` earlier and nothing else.
 
     Yields:
         The temporary directory, which is empty.
@@ -49,17 +118,19 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
     roles = ("partial", "replaced", "removed", "lock")
     # `replaced` is the old `out` as a whole, which is renamed back after a failure. `removed` is about to be deleted.
     stage, replaced, removed, lock = (out.with_name(f".{out.name}.{role}") for role in roles)
-    check_replaceable(out, overwrite, marker, content)  # before folders and the lock file are made
+    check_replaceable(out, written, overwrite)  # before folders and the lock file are made
     with parents(out), locked(lock, out):
         try:
             if os.path.lexists(replaced) and not os.path.lexists(out):
                 replaced.rename(out)  # an earlier run was killed between the two renames below
             # Check again, because another run may have written `out` before this one got the lock.
-            check_replaceable(out, overwrite, marker, content)
+            check_replaceable(out, written, overwrite)
             _remove(stage)
             _remove(removed)
             stage.mkdir()
             yield stage
+            # The work may have taken hours, in which someone may have put other files into `out`.
+            check_replaceable(out, written, overwrite)
             try:
                 if os.path.lexists(out):
                     _discard(replaced, removed)
@@ -75,25 +146,34 @@ def atomic_directory(out: str | os.PathLike, *, overwrite: bool, marker: str, co
                 _discard(replaced, removed)
 
 
-def check_replaceable(out: Path, overwrite: bool, marker: str, content: str) -> None:
+def check_replaceable(out: Path, written: Written, overwrite: bool) -> None:
     """Raise if [`atomic_directory`] would refuse to write `out`.
 
     Args:
         out: The directory.
+        written: As in [`atomic_directory`].
         overwrite: As in [`atomic_directory`].
-        marker: As in [`atomic_directory`].
-        content: As in [`atomic_directory`].
 
     Raises:
-        FileExistsError: `out` exists and must not be replaced.
+        FileExistsError: `out` exists and must not be replaced. The message names foreign files.
     """
     if not os.path.lexists(out):
         return
     if not overwrite:
         raise FileExistsError(f"{out} exists. Choose another directory, or give --overwrite to replace it.")
-    if not (out / marker).is_file() or content not in (out / marker).read_text(errors="replace"):
+    marker = out / written.marker
+    if not marker.is_file() or written.content not in marker.read_text(encoding="utf-8", errors="replace"):
         raise FileExistsError(
-            f"{out} was not written by this command (as {marker} in it would show). Choose another directory."
+            f"{out} does not hold {written.title}: it has no {written.marker} with {written.content}. Choose another "
+            "directory."
+        )
+    if foreign := written.find_foreign(out):
+        names = ", ".join(foreign[:_MAX_NAMED])
+        names += f" and {len(foreign) - _MAX_NAMED:,} more" if len(foreign) > _MAX_NAMED else ""
+        verb, them = ("is", "it") if len(foreign) == 1 else ("are", "them")
+        raise FileExistsError(
+            f"{out} holds {names}, which {verb} not part of {written.title}. Move {them} away, or choose another "
+            "directory."
         )
 
 

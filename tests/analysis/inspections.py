@@ -69,6 +69,7 @@ def _inspection(
             gradients=torch.linspace(8.0, 2.0, length).double(),
             largest=torch.linspace(41.0, 12.0, length).double(),
             tokens=64,
+            has_stream=attention is None,
         ),
         sinks=AttentionSinks(
             _doubles(0.125, *[0.5] * (depth.num_sublayers // 2 - 1)), _doubles(0.25, *[0.75] * 27), 0.04

@@ -46,7 +46,7 @@ def magnitudes(of: DepthAxis, growth: float = 100.0, has_gradients: bool = True,
     stream = torch.logspace(0, math.log10(growth), len(of.consumers), dtype=torch.float64)
     around = _positive(len(stream), seed, 0.1)
     gradients = 1e-3 / stream if has_gradients else torch.full_like(stream, math.nan)
-    return Magnitudes(of, stream * around, stream / 2 * around, stream, gradients, 30 * around, 100)
+    return Magnitudes(of, stream * around, stream / 2 * around, stream, gradients, 30 * around, 100, has_stream=True)
 
 
 def sinks(layers: int, every: int = 1, uniform: float = 0.03) -> AttentionSinks:

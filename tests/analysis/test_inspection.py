@@ -1,6 +1,8 @@
 """Inspections of members, of standard models and of their retrofits, loaded in different ways; and wrong input."""
 
+import hashlib
 import json
+import os
 import threading
 from dataclasses import fields
 from importlib.metadata import version
@@ -205,6 +207,33 @@ def test_another_thread_may_run_the_model_meanwhile(backbones, connection, measu
 # --- numbers in files
 
 
+@pytest.mark.parametrize("path", ["file", "pipe"])
+def test_the_digest_of_a_text_is_that_of_the_whole_file_and_its_mark_is_left_out(tmp_path, path):
+    content = b"\xef\xbb\xbf\r\n  Once upon\r\na time.\r\n" + b"Lily \xc3\xa9.\n" * 1_000_000
+    if path == "file":
+        (tmp_path / path).write_bytes(content)
+        text = read_text(tmp_path / path, 2)
+    else:
+        os.mkfifo(tmp_path / path)
+        writer = threading.Thread(target=(tmp_path / path).write_bytes, args=[content])
+        writer.start()
+        text = read_text(tmp_path / path, 2)
+        writer.join()
+    assert text.sha256 == hashlib.sha256(content).hexdigest()
+    assert text.content.startswith("Once upon\na time.\nLily é.") and len(text.content) < 41
+    assert InspectedText("text", "é").sha256 == hashlib.sha256("é".encode()).hexdigest()
+
+
+def test_no_more_tokens_are_read_than_given(source, tokenizer, text, tmp_path):
+    (tmp_path / "text.txt").write_text(text.content)
+    model = retrofit(source, num_blocks=3)
+    result = inspect_model(model, tokenizer, tmp_path / "text.txt", tokens=20, intervention_tokens=0)
+    assert (result.text["tokens"], result.text["sequences"], result.text["length"]) == (20, 1, 20)
+    assert result.magnitudes.tokens == result.mixing.tokens == len(result.passage.words) == 20
+    with pytest.raises(ValueError, match="`tokens` must be at least 2, got 1"):
+        inspect_model(model, tokenizer, text, tokens=1)
+
+
 @pytest.mark.slow
 def test_the_same_call_gives_the_same_bytes(source, tokenizer, text):
     def write() -> tuple[str, dict[str, str]]:
@@ -252,7 +281,7 @@ def test_wrong_input_is_rejected_in_one_line(source, tokenizer, text, tmp_path):
             r"a.txt has \d+ tokens, but one sequence takes 63: give a longer text",
         ),
         (text, {"length": 1}, "`length` must be from 2 to 512, .* got 1"),
-        (text, {"length": 1024}, "`length` must be from 2 to 512, .* got 1024"),
+        (text, {"length": 1024, "tokens": 2048}, "`length` must be from 2 to 512, .* got 1024"),
     ):
         with pytest.raises(ValueError, match=message):
             inspect_model(model, tokenizer, content, **SMALL | options)

@@ -5,6 +5,7 @@ import torch
 from transformers import BatchEncoding
 
 from attnres.analysis import magnitudes, token_mixing
+from attnres.conversion import retrofit
 
 from ..modeling_attnres.connections import BACKBONES, build, double
 from .lines import Reads, loss_of
@@ -42,6 +43,32 @@ def test_the_stream_of_blocks_is_their_running_sum(backbones, size):
 def test_without_depth_attention_the_stream_equals_the_inputs(backbones):
     result = magnitudes(build(backbones, "llama", "standard"), backbones.token_ids())
     assert torch.equal(result.stream, result.inputs)
+
+
+GATED = [
+    {"attn_res_block_size": 1},
+    {"attn_res_block_size": 3},
+    {"attn_res_block_size": 3, "attn_res_blocks": "rms", "attn_res_query": "input_dependent"},
+    {"attn_res_block_size": 1, "attn_res_query": "none", "attn_res_window": 2},
+    {"attn_res_block_size": 2, "attn_res_heads": 2, "attn_res_activation": "sigmoid", "attn_res_scale": "sum"},
+]
+
+
+@pytest.mark.parametrize("fields", GATED, ids=[" ".join(map(str, fields.values())) for fields in GATED])
+def test_depth_attention_that_is_added_to_a_stream_leaves_the_stream_the_sum_of_all_outputs(backbones, fields):
+    model, ids = build(backbones, "llama", "attn_res", attn_res_gated=True, **fields), backbones.token_ids()
+    result, outputs = magnitudes(model, ids, gradients=False), token_mixing(model, ids).outputs
+    torch.testing.assert_close(result.stream, rms(outputs.cumsum(0)), rtol=1e-5, atol=0)
+    assert result.has_stream
+    assert not magnitudes(build(backbones, "llama", "attn_res"), ids, gradients=False).has_stream
+
+
+def test_a_gated_retrofit_has_the_stream_of_its_source(backbones):
+    source, ids = backbones.build("llama"), backbones.token_ids()
+    expected = magnitudes(source, ids, gradients=False)
+    result = magnitudes(retrofit(source, attn_res_gated=True, block_size=1), ids, gradients=False)
+    torch.testing.assert_close(result.stream, expected.stream, rtol=1e-5, atol=0)
+    assert result.has_stream and expected.has_stream
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -222,6 +222,16 @@ def test_rounding_is_no_difference():
     assert sentences(one, other)["Use of the sources"][1].startswith("On the same tokens both have the same loss;")
 
 
+@pytest.mark.parametrize("inspection", [block_attn_res(), full_attn_res(2, 8)], ids=["block", "full"])
+def test_a_stream_beside_depth_attention_is_called_a_stream(inspection):
+    beside = changed(inspection, "magnitudes", has_stream=True)
+    (lines,), _ = sentences(beside)["Magnitudes and gradients"]
+    assert lines[0].startswith("The magnitude of the stream grows 6.5 times with depth")
+    name = "largest magnitude of the stream, over the embedding"
+    assert dict(differences(beside, beside))[name] == 0
+    assert isnan(dict(differences(beside, inspection))[name])
+
+
 def test_a_stream_that_ends_below_its_largest_grows_all_the_same():
     stream = torch.tensor([0.5, 1.0, 3.0, 2.5, 2.0], dtype=torch.float64)
     (lines,), _ = sentences(changed(standard(), "magnitudes", stream=stream))["Magnitudes and gradients"]

@@ -87,7 +87,7 @@ def test_the_same_call_writes_the_same_bytes_with_any_settings_of_matplotlib(mod
     assert [path.name for path in report.iterdir() if path.read_bytes() != before.pop(path.name)] == []
     assert not before
     foreign = inspect(models, *call, "--out", "source", "--overwrite")
-    assert foreign.returncode == 1 and "was not written by this command" in foreign.stderr
+    assert foreign.returncode == 1 and "does not hold a report" in foreign.stderr
     assert sorted(path.name for path in models.iterdir()) == ["report", "retrofit", "source", "text.txt"]
 
 
@@ -138,6 +138,26 @@ def test_a_report_replaces_only_a_report(models, report, tmp_path):
     (tmp_path / "r" / "notes.csv").write_text("mine")
     done = inspect(tmp_path, models / "source", "--out", "r", "--overwrite", *QUICK)
     assert done.returncode == 1 and "r holds notes.csv, which is not part of a report" in done.stderr
+
+
+# Runs `attnres inspect` with a limit on the size of files, which is like a full disk.
+_LIMITED = """
+import resource, sys
+from attnres.commands.main import main
+
+limit, sys.argv = int(sys.argv[1]), ["attnres", "inspect", *sys.argv[2:]]
+sys.dont_write_bytecode = True  # Python would store cut bytecode
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+main()
+"""
+
+
+@pytest.mark.parametrize(("limit", "file"), [(2000, "inspection.json"), (200_000, "report.html")])
+def test_a_file_that_exceeds_a_limit_is_named(models, tmp_path, limit, file):
+    done = forks.run("-c", _LIMITED, limit, models / "source", *QUICK, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == f"attnres: {tmp_path / '.inspection.partial' / file}: File too large"
+    assert sorted(tmp_path.iterdir()) == []
 
 
 def test_wrong_input_is_rejected_in_one_line_and_nothing_is_written(models, tmp_path):

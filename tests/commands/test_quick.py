@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from attnres import BACKBONES, CONNECTIONS, DEPTH_ATTENTION, PRESETS, AttnResConfig
+from attnres.analysis import report_files
 from attnres.commands import connections
 from attnres.commands.app import app
 from attnres.commands.options_convert import DEFAULT_RESIDUAL, Scale
+from attnres.commands.options_inspect import WRITTEN_REPORT
 from attnres.configuration import names
 from attnres.conversion.family import DEFAULT_CONNECTION, retrofit_options
 from attnres.eval.benchmarks import benchmarks
@@ -170,6 +172,13 @@ def test_a_terminal_without_a_width_gets_all_lines():
         asked, env=os.environ | {"COLUMNS": "0"}, capture_output=True, text=True, timeout=60, check=True
     )
     assert "pretrain" in done.stdout
+
+
+def test_the_mark_of_a_report_is_that_of_the_reports_that_are_written():
+    marks = [
+        (written.title, written.marker, written.content) for written in (WRITTEN_REPORT, report_files.WRITTEN_REPORT)
+    ]
+    assert marks[0] == marks[1]
 
 
 def test_the_table_of_connections_matches_the_registry():

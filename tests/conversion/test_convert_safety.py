@@ -17,6 +17,7 @@ from .checkpoints import (
     convert,
     convert_well,
     files_of,
+    save_tokenizer,
     standard_model,
 )
 
@@ -27,16 +28,18 @@ def test_an_existing_target_is_not_touched(copy, tmp_path, refusal):
     (tmp_path / "result").mkdir()
     (tmp_path / "result" / "thesis.txt").write_text("years of work")
     assert f"{tmp_path / 'result'} exists" in refusal()
-    assert "was not written by this command" in refusal("--overwrite")
+    assert "does not hold a model" in refusal("--overwrite")
     (tmp_path / "result" / "config.json").write_text('{"port": 80}')
-    assert "was not written by this command" in refusal("--overwrite")
+    assert 'it has no config.json with "model_type"' in refusal("--overwrite")
+    (tmp_path / "result" / "config.json").write_text('{"model_type": "llama"}')
+    assert "holds thesis.txt, which is not part of a model. Move it away" in refusal("--overwrite")
     assert (tmp_path / "result" / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_target_that_is_a_file_is_refused(copy, tmp_path, refusal):
     (tmp_path / "result").write_text("mine")
     assert "exists" in refusal()
-    assert "was not written by this command" in refusal("--overwrite")
+    assert "does not hold a model" in refusal("--overwrite")
     assert (tmp_path / "result").read_text() == "mine"
     assert convert(copy, tmp_path / "result" / "in").code == 1
 
@@ -47,6 +50,52 @@ def test_a_model_is_replaced_on_request(copy, models, tmp_path):
     assert json.loads((tmp_path / "result" / "config.json").read_text())["attn_res_block_size"] == 1
     assert len(list((tmp_path / "result").glob("*.safetensors"))) == 2
     assert sorted(os.listdir(tmp_path)) == ["result", "source"]
+
+
+def test_a_model_among_other_files_is_not_replaced(copy, tmp_path, refusal):
+    """The folder of a training run holds checkpoints; a repository has its history; a person writes notes."""
+    result = tmp_path / "result"
+    shutil.copytree(copy, result)
+    for folder in (".git", "checkpoint-500"):
+        shutil.copytree(copy, result / folder)
+    for name in ("notes.md", "optimizer.safetensors", "train.py", "model.fp16.safetensors"):
+        (result / name).write_text("mine")
+    before = files_of(result)
+    assert "holds .git, checkpoint-500, model.fp16.safetensors and 3 more, which are not part" in refusal("--overwrite")
+    assert files_of(result) == before
+
+
+# Files that `convert` copies from a source, beside the tokenizer of `save_pretrained`.
+_SIDE_FILES = (
+    *("vocab-large.txt", "merges.txt", "spiece.model", "qwen.tiktoken", "tekken.json", "tokenizer.model.v3"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "LICENSE", "NOTICE.md"),
+)
+
+
+@pytest.mark.parametrize("source", ["whole", "sharded"])
+def test_a_conversion_of_a_model_with_all_kinds_of_files_is_replaced_on_request(copy, models, tmp_path, source):
+    folder = tmp_path / "all"
+    shutil.copytree(copy if source == "sharded" else models / "whole", folder)
+    if source == "sharded":  # an index may name its files as it likes
+        index = folder / "model.safetensors.index.json"
+        shards = sorted({*json.loads(index.read_text())["weight_map"].values()})
+        index.write_text(index.read_text().replace(shards[0], "weights.safetensors"))
+        (folder / shards[0]).rename(folder / "weights.safetensors")
+    save_tokenizer(folder)
+    for name in _SIDE_FILES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}" if name.endswith(".json") else "")
+    (folder / "special").mkdir()
+    (folder / "special" / "code.py").write_text("class Processor: ...\n")
+    (folder / "processor_config.json").write_text('{"auto_map": {"AutoProcessor": "special/code.Processor"}}')
+    result = tmp_path / "result"
+    convert_well(folder, result, "--no-verify", "--trust-remote-code")
+    assert {*_SIDE_FILES, "README.md", "source_code/special/code.py"} <= files_of(result).keys()
+    before = files_of(result)
+    convert_well(folder, result, "--no-verify", "--trust-remote-code", "--overwrite")
+    assert files_of(result) == before
+    convert_well(folder, result, "--no-verify", "--overwrite")
+    assert "source_code/special/code.py" not in files_of(result)
 
 
 def test_a_conversion_that_fails_replaces_nothing(copy, tmp_path, refusal):
@@ -137,6 +186,7 @@ from unittest import mock
 from attnres.commands.main import main
 
 limit, sys.argv = int(sys.argv[1]), ["attnres", "convert", *sys.argv[2:]]
+sys.dont_write_bytecode = True  # Python would store cut bytecode
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 main()
 """

@@ -136,7 +136,7 @@ def test_without_enough_memory_only_an_explicit_option_verifies(source, tmp_path
 
 
 def test_a_text_takes_the_place_of_the_prompts(source, tmp_path):
-    (tmp_path / "text").write_text("Grüße, 水!\n")
+    (tmp_path / "text").write_text("Grüße, 水!\n", encoding="utf-8-sig")  # the mark is no part of the text
     run = convert_well(source, tmp_path / "result", "--text", tmp_path / "text")
     assert numbers_in(run.out)[-1] == len("Grüße, 水!\n".encode())
 

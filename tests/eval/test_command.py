@@ -75,6 +75,24 @@ def answers(folder: Path, task: str) -> list:
     return [(sample["doc_id"], sample["prompt_hash"], sample["filtered_resps"], sample["filter"]) for sample in samples]
 
 
+@pytest.mark.slow
+def test_a_file_that_exceeds_a_limit_is_named(models, evaluated, assets, tmp_path):
+    """The limit on the size of files is like a full disk. Results are stored already, and only the chart exceeds it."""
+    shutil.copytree(evaluated, tmp_path / "out")
+    for name in ("results.json", "baseline.json", "report.md", "scores.png"):
+        (tmp_path / "out" / name).unlink()
+    limited = (
+        "import resource, sys; sys.dont_write_bytecode = True; "  # Python would store cut bytecode
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (25_000, 25_000)); "
+        "from attnres.commands.main import main; main()"
+    )
+    arguments = ("eval", models / "retrofit", "--baseline", models / "source", "--tasks", BENCHMARKS)
+    options = ("--data", assets / "hub", "--limit", LIMIT, "--out", tmp_path / "out")
+    done = forks.run("-c", limited, *arguments, *options)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == f"attnres: {tmp_path / 'out' / 'scores.png'}: File too large"
+
+
 def test_a_retrofit_scores_what_its_source_scores(evaluated):
     model, baseline = (json.loads((evaluated / name).read_text()) for name in ("results.json", "baseline.json"))
     for benchmark in pick(BENCHMARKS):

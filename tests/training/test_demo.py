@@ -81,7 +81,11 @@ def test_the_demo_compares_over_seeds_shows_an_exact_retrofit_and_saves_a_model_
     assert (model.config.residual_connection, model.config.attn_res_scale) == ("attn_res", "mean")
     assert any(parameter.any() for name, parameter in model.named_parameters() if name.endswith("res_proj.weight"))
 
-    # The same seed gives the same numbers.
+    # The same seed gives the same numbers, but a folder with anything else stays.
+    (tmp_path / "a" / "model" / "notes.md").write_text("mine")
+    refused = error_line(attnres("demo", "--out", "a", "--overwrite", cwd=tmp_path))
+    assert "a holds model/notes.md, which is not part of a demo" in refused
+    (tmp_path / "a" / "model" / "notes.md").unlink()
     again = attnres("demo", "--out", "a", "--minutes", 0.09, "--text", stories, "--overwrite", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == results
@@ -138,7 +142,7 @@ def test_bad_input_ends_in_one_line_and_loses_nothing(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     assert "--overwrite" in error_line(attnres("demo", "--out", "mine", cwd=tmp_path))
-    assert "not written by this command" in error_line(attnres("demo", "--out", "mine", "--overwrite", cwd=tmp_path))
+    assert "does not hold a demo" in error_line(attnres("demo", "--out", "mine", "--overwrite", cwd=tmp_path))
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
     (tmp_path / "short.txt").write_text("Too short.\n")

@@ -60,6 +60,24 @@ def test_a_run_may_begin_in_a_folder_that_holds_only_a_lock(tmp_path):
         check_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        ("model", {"config.json": '{"model_type": "attnres_llama"}', "model.safetensors": ""}),
+        ("adapter", {"adapter_config.json": '{"peft_type": "LORA"}', "adapter_model.safetensors": ""}),
+    ],
+)
+def test_a_model_among_other_files_is_refused_before_the_run_that_would_replace_it(tmp_path, kind, files):
+    begin(tmp_path)
+    (tmp_path / kind).mkdir()
+    for name, text in files.items():
+        (tmp_path / kind / name).write_text(text)
+    check_folder(tmp_path)
+    (tmp_path / kind / "notes.md").write_text("mine")
+    with pytest.raises(FileExistsError, match=f"{kind} holds notes.md, which is not part of an? {kind}"):
+        check_folder(tmp_path)
+
+
 @pytest.mark.parametrize("fields", [{"steps": 6}, {"steps": None, "tokens": 100}, {"epochs": 1.0}, {"seed": 1}])
 def test_a_run_does_not_resume_with_another_recipe(fields, tmp_path):
     begin(tmp_path)

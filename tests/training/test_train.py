@@ -21,6 +21,8 @@ from attnres.training.data import DataSpec, load_blocks
 from attnres.training.lora import add_adapters
 from attnres.training.prepare import prepare_data
 from attnres.training.recipe import read_recipe
+from attnres.utils.files import check_replaceable
+from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 
 from .. import forks
 from .running import results, run_until
@@ -378,6 +380,9 @@ def test_an_adapter_is_saved_as_a_small_file_and_its_merged_model_computes_the_s
         torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-4)
         untrained = AutoModelForCausalLM.from_pretrained(folders["retrofit"])(ids).logits
     assert (merged(ids).logits - untrained).abs().max() > 1e-3
+    # A run that was killed before it wrote its results may replace both folders.
+    for kind, written in (("adapter", WRITTEN_ADAPTER), ("model", WRITTEN_MODEL)):
+        check_replaceable(out / kind, written, overwrite=True)
 
 
 def test_training_on_conversations_lowers_the_loss(command, folders, tmp_path):

@@ -1,6 +1,7 @@
 """An output directory appears whole or not at all, and only one process at a time writes it."""
 
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -11,18 +12,34 @@ import pytest
 from filelock import FileLock
 from transformers.utils import logging
 
-from attnres.utils.files import atomic_directory, atomic_write
+from attnres.utils.files import Written, atomic_directory, atomic_write, entries_beyond
 from attnres.utils.quiet import quiet_transformers
 
 from ..kills import exit_code, in_child
 
+# What `write` writes here; a file `b` and a file `left` of an earlier version belong to it too.
+WRITTEN = Written(
+    "a pair", "done", "ours", lambda folder: entries_beyond(folder, {"a", "b", "done", "left"}.__contains__)
+)
+
 
 def write(out: str | Path, text: str = "new", overwrite: bool = False, meanwhile: Callable = lambda: None) -> None:
     """Write a directory of two files, whose marker is `done` with the word "ours"."""
-    with atomic_directory(out, overwrite=overwrite, marker="done", content="ours") as stage:
+    with atomic_directory(out, WRITTEN, overwrite=overwrite) as stage:
         (stage / "a").write_text(text)
         meanwhile()
         (stage / "done").write_text(f"ours: {text}")
+
+
+def test_a_full_disk_is_reported_with_the_name_of_the_file(tmp_path, monkeypatch):
+    def fail(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(OSError, match="No space left") as caught:
+        atomic_write(tmp_path / "file", "new")
+    assert caught.value.filename == str(tmp_path / "file")
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture
@@ -101,9 +118,46 @@ def test_a_directory_without_the_marker_is_never_replaced(out, files):
     out.mkdir()
     for name, text in files.items():
         (out / name).write_text(text)
-    with pytest.raises(FileExistsError, match="was not written by this command"):
+    with pytest.raises(FileExistsError, match="does not hold a pair: it has no done with ours"):
         write(out, overwrite=True)
     assert {path.name: path.read_text() for path in out.iterdir()} == files
+
+
+@pytest.mark.parametrize(
+    ("foreign", "message"),
+    [
+        (["thesis/one"], "holds thesis, which is not part of a pair. Move it away"),
+        (["x", "y", "z"], "holds x, y, z, which are not part of a pair. Move them away"),
+        (["v", "w", "x", "y", "z"], "holds v, w, x and 2 more, which are"),
+        (["a/left"], "holds a, which is not"),
+    ],
+)
+def test_a_directory_with_anything_else_is_never_replaced(out, foreign, message):
+    write(out, "old")
+    for path in foreign:
+        if path.startswith("a/"):
+            (out / "a").unlink()
+        (out / path).parent.mkdir(exist_ok=True)
+        (out / path).write_text("mine")
+    with pytest.raises(FileExistsError, match=message):
+        write(out, overwrite=True)
+    assert {(out / path).read_text() for path in foreign} == {"mine"}
+    assert (out / "done").read_text() == "ours: old"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_file_that_someone_else_puts_there_during_the_work_is_kept(out, exists):
+    if exists:
+        write(out, "old")
+
+    def meanwhile():
+        out.mkdir(exist_ok=True)
+        (out / "thesis").write_text("mine")
+
+    with pytest.raises(FileExistsError, match="thesis" if exists else "give --overwrite"):
+        write(out, overwrite=exists, meanwhile=meanwhile)
+    assert (out / "thesis").read_text() == "mine"
+    assert os.listdir(out.parent) == ["out"]
 
 
 def test_a_file_or_a_broken_link_is_never_replaced(out):
