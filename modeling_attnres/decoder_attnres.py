@@ -243,8 +243,8 @@ class ResidualModel(ResidualPreTrainedModel):
             ValueError: a layer cannot run at its place.
         """
         layers = [*self.layers]
-        if any(_indices(layer) != (i, i) for i, layer in enumerate(layers)):
-            foreign = next((layer for layer in layers if not hasattr(layer, "connected_at")), None)
+        if not all(_is_at(layer, i) for i, layer in enumerate(layers)):
+            foreign = next((layer for layer in layers if not hasattr(layer, "layer_idx")), None)
             if foreign is not None:
                 raise ValueError(
                     f"`layers` holds a {type(foreign).__name__}, which is no decoder layer. An engine that divides a "
@@ -365,9 +365,9 @@ class PooledByMask(GenericForSequenceClassification):
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
 
 
-def _indices(layer: nn.Module) -> tuple[int | None, int | None]:
-    """Return the index of a layer and the one of its connections; `None` for those that a placeholder lacks."""
-    return getattr(layer, "layer_idx", None), getattr(layer, "connected_at", None)
+def _is_at(layer: nn.Module, index: int) -> bool:
+    """Return whether a layer, and its connections if it has some, have an index in the decoder."""
+    return getattr(layer, "layer_idx", None) == index == getattr(layer, "connected_at", index)
 
 
 def _set_index(connection: nn.Module, sublayer: int) -> None:
