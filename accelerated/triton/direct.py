@@ -134,7 +134,8 @@ def _plan(key: tuple) -> object | None:
         return None
     if query_shape not in (shape[-1:], (1, *shape[-1:])) or implementation.why_not_on(device, shape[-1]) is not None:
         return None
-    if not is_right_on(device):
+    # Compiled autograd cannot look into nodes in C++.
+    if are_backward_passes_compiled() or not is_right_on(device):
         return None
     plan = ReadPlan(*key)
     if not plan.is_aligned:
@@ -215,8 +216,7 @@ def attend(
     first = sources[0]
     if torch.compiler.is_compiling() or not first.is_cuda:
         return None
-    # Compiled autograd cannot look into nodes in C++.
-    if why_operations_are_observed() is not None or are_backward_passes_compiled():
+    if why_operations_are_observed() is not None:
         return None
     norm_weight, norm_eps = norm or (None, 0.0)
     weights = (query, key_norm_weight) if norm_weight is None else (query, key_norm_weight, norm_weight)
@@ -254,7 +254,12 @@ def attend_with_norm(
 
 def training_plan(reads: Sequence[Read]) -> TrainingPlan | None:
     """Make a plan that reads by the kernels in a pass with gradients; see [`Implementation`]."""
-    return make_training_plan(reads, attend_with_norm) if reads[0][0].weight.is_cuda else None
+    if not reads[0][0].weight.is_cuda:
+        return None
+    if are_backward_passes_compiled():  # to ask at each read would take as long as a launch
+        _plans.clear()
+        _recent.clear()
+    return make_training_plan(reads, attend_with_norm)
 
 
 def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,7 +157,9 @@ def test_programs_that_compile_backward_passes_take_the_general_path():
     query, sources, weight = inputs(3)
     read(query, sources, weight)  # makes the plan
     with torch._dynamo.config.patch(compiled_autograd=True):
+        direct.training_plan([(SimpleNamespace(weight=query), None, None)])  # as each pass of a model does
         assert direct.attend(query, sources, weight, EPS, True, True) is None
+    read(query, sources, weight)
 
 
 def test_a_gradient_at_another_alignment_goes_the_general_way(monkeypatch):
