@@ -30,8 +30,8 @@ class Implementation:
         pays: `(query, sources) -> bool`, whether these sizes are worth the time to load it. `auto` calls `pays` first.
         inference_plan: `(reads) -> InferencePlan | None`, a plan for a pass without gradients; see `make_plan`.
         training_plan: `(reads) -> TrainingPlan | None`, a plan for a pass with gradients; see `make_training_plan`.
-        direct: `(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads, needs_weights) -> (h, a, sources) |
-            None`, a path with fewer checks for the most common tensors, from `w` and `g` themselves; `None` for all
+        direct: `(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads, *, needs_weights) -> (h, a, sources)
+            | None`, a path with fewer checks for the most common tensors, from `w` and `g` themselves; `None` for all
             other tensors. Without `needs_weights`, `a` is `None`.
     """
 

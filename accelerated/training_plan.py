@@ -23,7 +23,7 @@ class TrainingPlan:
     Args:
         reads: all reads of the pass, in order.
         attend: computes a read with the norm, or returns `None` for tensors that it does not take; see
-            `attend_with_norm` of `triton/direct.py`.
+            `attend_with_norm` of `numba/__init__.py`.
     """
 
     def __init__(self, reads: Sequence[Read], attend: Callable):

@@ -150,7 +150,7 @@ def norm_ways(n: int, dtype: torch.dtype) -> Ways:
 
     def together() -> None:
         following = FollowingNorm(norm.weight, norm.variance_epsilon)
-        result, _, _ = direct.attend_with_norm(*read, False, True, following)
+        result, _, _ = direct.attend(*read, False, True, following, needs_weights=False)
         torch.autograd.grad(result, leaves, inputs.grad)
 
     return {APART: apart, TOGETHER: together}

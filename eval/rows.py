@@ -34,7 +34,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Shortened:
-    """What a model's context was too short for.
+    """The parts of prompts and answers that did not fit into a model's context.
 
     Attributes:
         cut: The share of prompts, from 0 to 1, that lost their beginning.

@@ -140,7 +140,7 @@ def attend_directly(
         raise ValueError(message) from None
     if direct is None or key_norm_weight is None:
         return None
-    return direct(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads, needs_weights)
+    return direct(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads, needs_weights=needs_weights)
 
 
 def eager(

@@ -16,7 +16,7 @@ _MAX_NAMED = 3  # the largest number of foreign files that a message names
 
 @dataclass(frozen=True)
 class Written:
-    """What a command writes into a directory. Only a directory that holds this and nothing else may be replaced.
+    """The files that a command writes into a directory. Only a directory that holds nothing else may be replaced.
 
     Attributes:
         title: The words for it, with an article, such as `a model`.

@@ -31,9 +31,9 @@ def direct_of_auto() -> Callable:
     if choices.are_all("triton"):
         return direct.attend
 
-    def attend(query, sources, *arguments):
+    def attend(query, sources, *arguments, **options):
         is_ours = choices.chosen(len(sources), torch.is_grad_enabled()) == "triton"
-        return direct.attend(query, sources, *arguments) if is_ours else None
+        return direct.attend(query, sources, *arguments, **options) if is_ours else None
 
     return attend
 

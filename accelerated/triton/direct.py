@@ -9,6 +9,7 @@ The general path, of `implementation`, takes these and has the error messages.
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -194,8 +195,8 @@ def attend(
     eps: float,
     is_sum: bool,
     fuse_later_grads: bool,
-    needs_weights: bool = True,
     norm: FollowingNorm | None = None,
+    needs_weights: bool = True,
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]] | None:
     """Compute depth attention by the Triton kernels, from the query and the key norm's weight themselves.
 
@@ -206,8 +207,8 @@ def attend(
         eps: epsilon of the key norm.
         is_sum: whether to multiply the result by n.
         fuse_later_grads: see [`Implementation`].
-        needs_weights: whether to return `a`, which takes a while to make an output of autograd.
         norm: a norm to apply to `h`.
+        needs_weights: whether to return `a`, which takes a while to make an output of autograd.
 
     Returns:
         `h` or its norm, `a` or `None`, and the sources, as [`Implementation.run`] returns them; `None` if the general
@@ -239,19 +240,6 @@ def attend(
     return plan.attend(*arguments)
 
 
-def attend_with_norm(
-    query: Tensor,
-    sources: Sequence[Tensor],
-    key_norm_weight: Tensor,
-    eps: float,
-    is_sum: bool,
-    fuse_later_grads: bool,
-    norm: FollowingNorm,
-) -> tuple[Tensor, None, Sequence[Tensor]] | None:
-    """Compute [`attend`] with a norm, and without weights; see [`TrainingPlan`]."""
-    return attend(query, sources, key_norm_weight, eps, is_sum, fuse_later_grads, False, norm)
-
-
 def training_plan(reads: Sequence[Read]) -> TrainingPlan | None:
     """Make a plan that reads by the kernels in a pass with gradients; see [`Implementation`]."""
     if not reads[0][0].weight.is_cuda:
@@ -259,7 +247,7 @@ def training_plan(reads: Sequence[Read]) -> TrainingPlan | None:
     if are_backward_passes_compiled():  # to ask at each read would take as long as a launch
         _plans.clear()
         _recent.clear()
-    return make_training_plan(reads, attend_with_norm)
+    return make_training_plan(reads, partial(attend, needs_weights=False))
 
 
 def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:
@@ -325,4 +313,4 @@ def _general_backward(
     return [*grads_of_weights, *(grad_sources or [None] * len(sources))]
 
 
-__all__ = ["Launcher", "ReadPlan", "attend", "attend_with_norm", "is_right_on", "training_plan"]
+__all__ = ["Launcher", "ReadPlan", "attend", "is_right_on", "training_plan"]

@@ -85,12 +85,12 @@ def test_weights_that_are_not_needed_are_left_out_and_change_no_gradient():
     leaves = [query, weight, *sources]
     grads = []
     for needs_weights in (True, False):
-        result, weights, later = direct.attend(query, sources, weight, EPS, True, True, needs_weights)
+        result, weights, later = direct.attend(query, sources, weight, EPS, True, True, needs_weights=needs_weights)
         assert (weights is None) != needs_weights
         grads.append(torch.autograd.grad(result.square().sum() + later[1].sum(), leaves))
     torch.testing.assert_close(*grads, rtol=0, atol=0)
     with torch.no_grad():
-        assert direct.attend(query, sources, weight, EPS, True, True, False)[1] is None
+        assert direct.attend(query, sources, weight, EPS, True, True, needs_weights=False)[1] is None
 
 
 @pytest.mark.parametrize("name", ["auto", "triton"])

@@ -29,8 +29,8 @@ def inputs(n: int, dtype: torch.dtype) -> list[Tensor]:
 def directly(query: Tensor, key_norm_weight: Tensor, norm_weight: Tensor, *sources: Tensor) -> Tensor:
     """Return a loss over two reads with norms. The second reads what the first returned."""
     norm = FollowingNorm(norm_weight, NORM_EPS)
-    result, weights, later = direct.attend(query, sources, key_norm_weight, EPS, True, True, norm=norm)
-    again, _, _ = direct.attend(query, [*later, result], key_norm_weight, EPS, True, True, norm=norm)
+    result, weights, later = direct.attend(query, sources, key_norm_weight, EPS, True, True, norm)
+    again, _, _ = direct.attend(query, [*later, result], key_norm_weight, EPS, True, True, norm)
     return loss(result, weights, again)
 
 
@@ -97,7 +97,7 @@ def test_a_norm_and_its_gradients_in_operations_are_those_of_pytorch(dtype, shap
 def test_a_gradient_at_another_alignment_gives_the_same_gradients():
     leaves = inputs(3, torch.float32)
     norm = FollowingNorm(leaves[2], NORM_EPS)
-    result, _, _ = direct.attend(leaves[0], leaves[3:], leaves[1], EPS, True, True, norm=norm)
+    result, _, _ = direct.attend(leaves[0], leaves[3:], leaves[1], EPS, True, True, norm)
     grad = torch.linspace(-1, 1, result.numel(), device=DEVICE).view(result.shape)
     misaligned = torch.cat([grad.new_ones(1), grad.flatten()])[1:].view(grad.shape)
     if DEVICE == "cpu":  # the general path launches the kernels by Triton's binder

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 
 import attnres
 from attnres.configuration import load
-from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
 from attnres.training.lora import add_adapters, expert_weights, projections
 from attnres.training.optimizer import build_optimizer
@@ -470,38 +469,3 @@ def test_ln_tuning_on_the_tensors_of_a_connection_names_them_and_the_remedy(targ
     model = get_peft_model(model, LNTuningConfig(target_modules=[target], task_type="CAUSAL_LM"))
     with pytest.raises(TypeError, match=r"`mlp_res` holds no layer .* `modules_to_save`"):
         model(torch.arange(3, 9)[None])
-
-
-@pytest.mark.parametrize("target_modules", ["all-linear", "the names of earlier releases"])
-@pytest.mark.parametrize("backbone", ["mixtral", "qwen3_moe"])
-def test_peft_adapts_the_experts_of_a_retrofit_as_those_of_its_source(backbone, target_modules, tmp_path):
-    fields = {name: value for name, value in SMALL.items() if not name.startswith("attn_res")}
-    source = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(backbone, **fields, **MODELS[f"attnres_{backbone}"])
-    ).eval()
-    if target_modules != "all-linear":
-        experts = ["w1", "w2", "w3"] if backbone == "mixtral" else ["gate_proj", "up_proj", "down_proj"]
-        target_modules = ["q_proj", *experts]
-    config = LoraConfig(target_modules=target_modules, r=2, init_lora_weights=False)
-    adapted = get_peft_model(copy.deepcopy(source), copy.deepcopy(config))
-    number = sum(".experts." in name for name in trained_names(adapted))
-    assert number
-    assert sum(".experts." in name for name in trained_names(get_peft_model(retrofit(source), config))) == number
-
-    adapted.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(retrofit(source), tmp_path).eval()
-    ids = torch.arange(3, 15)[None]
-    torch.testing.assert_close(loaded(ids).logits, adapted.eval()(ids).logits)
-
-
-def trained_names(model: PeftModel) -> list[str]:
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def test_dense_layers_of_a_standard_mixture_have_adapters_too():
-    fields = {name: value for name, value in SMALL.items() if not name.startswith("attn_res")}
-    config = AutoConfig.for_model("qwen3_moe", **fields, **MODELS["attnres_qwen3_moe"])
-    names = trained_names(add_adapters(AutoModelForCausalLM.from_config(config), rank=4))
-    (dense,) = config.mlp_only_layers
-    for projection in ("gate_proj", "up_proj", "down_proj"):
-        assert f"base_model.model.model.layers.{dense}.mlp.{projection}.lora_A.default.weight" in names
