@@ -164,7 +164,7 @@ class ResidualConnection(nn.Module):
         for option in chosen.keys() - cls.options.keys() - cls.fields.keys():
             known = ", ".join([*cls.retrofit_options(), *cls.fields])
             raise ValueError(
-                f"`{option}` ({chosen[option]!r}) is not an option of the residual connection {cls.name!r}. "
+                f"`{option}` ({chosen[option]!r}) is no option of the residual connection {cls.name!r}. "
                 f"Its options: {known or 'none'}."
             )
         for field, value in (cls.retrofit | {cls.options.get(name, name): chosen[name] for name in chosen}).items():

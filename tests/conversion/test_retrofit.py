@@ -319,8 +319,7 @@ def test_the_directory_of_an_adapter_and_the_folder_of_its_run_are_refused(tmp_p
         ({"num_blocks": "4"}, "`num_blocks` is '4', but must be an integer >= 1"),
         (
             {"blocks": 4},
-            "`blocks` .4. is not an option .*'attn_res'. "
-            "Its options: block_size, scale, num_blocks, full, attn_res_block_",
+            "`blocks` .4. is no option .*'attn_res'. Its options: block_size, scale, num_blocks, full, attn_res_block_",
         ),
         ({"scale": "max"}, "`attn_res_scale` is 'max'.*'mean', 'sum'"),
     ],
