@@ -16,7 +16,6 @@ from attnres.conversion.checkpoint import find
 from attnres.conversion.tokenizers import load_tokenizer
 from attnres.conversion.whole import check_source_sizes
 from attnres.eval import sandbox
-from attnres.eval.corrected_hflm import check_special_tokens
 from attnres.eval.failures import Failures, failure_lines
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results
 from attnres.eval.options import EvalOptions
@@ -24,6 +23,7 @@ from attnres.eval.paper import Benchmark
 from attnres.eval.report import make_notes, plot, to_markdown, to_table
 from attnres.eval.rows import make_row
 from attnres.eval.shared_prefix import SharedPrefixLM
+from attnres.eval.special_tokens import check_special_tokens
 from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lost
 from attnres.eval.store import ResultStore, to_json
 from attnres.eval.suite import Loaded, collect, find_unfinished, load_all, run_jobs, software
@@ -68,7 +68,7 @@ def run_eval(options: EvalOptions) -> None:
         RuntimeError: The command runs in several processes, or some benchmarks have no result. The others are reported.
     """
     console = Console(soft_wrap=True, highlight=False)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise RuntimeError("attnres eval runs in one process. For several, use accelerate launch -m lm_eval.")
     folders = {name: find(name) for name in filter(None, (options.model, options.baseline))}
     tokenizers = {}

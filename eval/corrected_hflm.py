@@ -22,16 +22,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from attnres.conversion.whole import check_source_sizes, load_whole
 from attnres.eval.answer_length import answer_tokens
+from attnres.eval.special_tokens import check_special_tokens, count_appended, cut_left
 from attnres.utils.token_ids import check_token_ids
 
 logger = logging.getLogger(__name__)
@@ -57,33 +52,15 @@ _NOT_GREEDY = (
 )
 
 
-def check_special_tokens(tokenizer: PreTrainedTokenizerBase, source: str, generates: bool = False) -> None:
-    """Raise if a tokenizer does not name the special tokens that an evaluation needs.
-
-    The harness begins a text without context with BOS or, without one, EOS. It ends an answer at EOS.
-
-    Args:
-        tokenizer: The tokenizer.
-        source: The name of the model, for the message.
-        generates: Whether the model generates answers. Otherwise it only scores texts.
-
-    Raises:
-        ValueError: It names neither BOS nor EOS, or lacks EOS and the model generates answers.
-    """
-    if tokenizer.eos_token_id is None and (generates or tokenizer.bos_token_id is None):
-        lacks = "no EOS token, at which an answer ends" if generates else "neither a BOS nor an EOS token"
-        raise ValueError(
-            f"The tokenizer of {source} names {lacks}. Name the token that ends a text as `eos_token` in its "
-            "tokenizer_config.json."
-        )
-
-
 class CorrectedHFLM(HFLM):
     """A model in the harness that differs from `HFLM` where `HFLM` is wrong.
 
     - No text begins with two BOS tokens. `HFLM` puts one before the first window of `loglikelihood_rolling` where the
       tokenizer has added one too, and scores the second.
     - Tokens that a tokenizer appends, such as EOS, are left out, because a model continues its prompt.
+    - A prompt that is longer than the model's context keeps its BOS token. `HFLM` cuts it off with the beginning.
+    - Log-likelihoods are summed in float32, unless `softmax_dtype` names another dtype. `HFLM` sums them in the model's
+      dtype. In bfloat16, numbers above 32 are multiples of 0.25, so that unequal choices tie.
     - A continuation that the tokenizer joins with the end of its context is encoded alone. `HFLM` stops with an
       assertion.
     - Text after an EOS token does not count, even if the model's configuration names another one. Otherwise an answer
@@ -121,6 +98,8 @@ class CorrectedHFLM(HFLM):
         check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model")
         self.progress = progress
         self.cut_requests = 0
+        if self.softmax_dtype is None:
+            self.softmax_dtype = torch.promote_types(self.model.dtype, torch.float32)
         if self.batch_size == "auto":
             self.batch_size_per_gpu = self.max_batch_size
 
@@ -153,13 +132,21 @@ class CorrectedHFLM(HFLM):
 
     @cached_property
     def _num_appended(self) -> int:
-        """The number of tokens that the tokenizer appends to a text."""
-        if self.backend != "causal":  # an encoder reads its EOS token
-            return 0
-        # Encode one letter without and with special tokens, and count the tokens after it (0 if it is not found).
-        bare, whole = (self.tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
-        starts = (i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare)
-        return len(whole) - len(bare) - next(starts, len(whole) - len(bare))
+        """The number of tokens that the tokenizer appends to a text. An encoder reads them, so 0 for an encoder."""
+        return count_appended(self.tokenizer) if self.backend == "causal" else 0
+
+    def _cut(self, tokens: list[int], length: int) -> list[int]:
+        """Return the last `length` tokens of a text, which keeps the BOS or prefix token that it begins with."""
+        return cut_left(tokens, length, self._start_tokens)
+
+    @cached_property
+    def _start_tokens(self) -> list[int]:
+        """The tokens that a text may begin with: the prefix token and BOS."""
+        return [token for token in (self.prefix_token_id, self.tokenizer.bos_token_id) if token is not None]
+
+    def _prompt_limit(self, num_answer: int) -> int:
+        """Return the number of tokens that a prompt may have beside an answer. An encoder reads no answer."""
+        return self.max_length - (num_answer if self.backend == "causal" else 0)
 
     def tok_encode(
         self,
@@ -173,16 +160,18 @@ class CorrectedHFLM(HFLM):
         Args:
             string: The text.
             add_special_tokens: As in `HFLM`; by default, the tokenizer decides.
-            left_truncate_len: How many tokens are kept, from the end.
+            left_truncate_len: How many tokens are kept, from the end and with BOS.
             arguments: Further arguments of `HFLM`.
         """
-        bos = self.tokenizer.bos_token
-        if add_special_tokens is None and bos and string.startswith(bos):
-            add_special_tokens = False  # a chat template wrote the BOS token
+        if add_special_tokens is None:
+            # Decide here, as `HFLM` would, whether the tokenizer adds tokens. If a chat template wrote the BOS token,
+            # it adds none.
+            written = filter(None, (self.tokenizer.bos_token, self.tokenizer.decode(self.prefix_token_id)))
+            add_special_tokens = False if string.startswith(tuple(written)) else self.add_bos_token
         tokens = super().tok_encode(string, add_special_tokens, **arguments)
         if self._num_appended and add_special_tokens is not False:
             tokens = tokens[: -self._num_appended]
-        return tokens[-left_truncate_len:] if left_truncate_len else tokens
+        return self._cut(tokens, left_truncate_len) if left_truncate_len else tokens
 
     def tok_batch_encode(
         self, strings: list[str], padding_side: str = "left", left_truncate_len: int | None = None, **arguments
@@ -193,17 +182,24 @@ class CorrectedHFLM(HFLM):
             strings: The texts.
             padding_side: Where the padding goes. On the right, where rows end in different columns, appended tokens
                 stay.
-            left_truncate_len: How many tokens are kept, from the end.
+            left_truncate_len: How many tokens are kept, from the end and with BOS.
             arguments: Further arguments of `HFLM`.
 
         Returns:
             Token ids and attention mask `[batch, seq]`.
         """
         bos = self.tokenizer.bos_token
-        num_appended = 0 if padding_side != "left" or (bos and strings[0].startswith(bos)) else self._num_appended
-        length = left_truncate_len + num_appended if left_truncate_len else left_truncate_len
-        ids, mask = super().tok_batch_encode(strings, padding_side, length, **arguments)
-        return (ids[:, :-num_appended], mask[:, :-num_appended]) if num_appended else (ids, mask)
+        adds_tokens = self.add_bos_token is not False and not (bos and strings[0].startswith(bos))
+        ids, mask = super().tok_batch_encode(strings, padding_side, **arguments)
+        if padding_side == "left" and adds_tokens and self._num_appended:
+            ids, mask = ids[:, : -self._num_appended], mask[:, : -self._num_appended]
+        if left_truncate_len and (excess := ids.shape[1] - left_truncate_len) > 0:
+            first = mask.argmax(dim=1, keepdim=True)  # the column of each row's first token
+            starts = ids.gather(1, first)
+            keeps_start = (first < excess) & torch.isin(starts, torch.tensor(self._start_tokens))
+            ids, mask = ids[:, excess:], mask[:, excess:]
+            ids = torch.cat([torch.where(keeps_start, starts, ids[:, :1]), ids[:, 1:]], dim=1)
+        return ids, mask
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Encode a pair as `HFLM` does. A part is empty only if its text is empty."""
@@ -276,10 +272,12 @@ class CorrectedHFLM(HFLM):
                     f"one has {length}{text}. Look for an empty or very long choice in the data."
                 )
         answers: dict[int, Answer] = {}
+        check_token_ids((i for _, *parts in requests for part in parts for i in part), self.model, "a question")
         # The last token is predicted, not read.
         lengths = [len(context) + len(continuation) - 1 for _, context, continuation in requests]
-        check_token_ids((i for _, *parts in requests for part in parts for i in part), self.model, "a question")
-        self._count_cut(sum(length > self.max_length for length in lengths), len(requests))
+        limits = [self._prompt_limit(len(continuation) - 1) for _, _, continuation in requests]
+        self._count_cut(sum(len(context) > limit for (_, context, _), limit in zip(requests, limits)), len(requests))
+        fitting = [(texts, self._cut(context, limit), end) for (texts, context, end), limit in zip(requests, limits)]
         # `loglikelihood_rolling` passes a batch size. The number of its windows is not that of the caller's requests.
         is_inner = override_bs is not None
         longest = min(max(lengths, default=0), self.max_length)
@@ -298,11 +296,14 @@ class CorrectedHFLM(HFLM):
                         self.cache_hook.add_partial("loglikelihood", texts, scored[index])
                 report(len(answers))
 
-            self._score_requests(requests, finish)
+            self._score_requests(fitting, finish)
         return [answers[index] for index in range(len(requests))]
 
     def _score_requests(self, requests: Sequence[Request], finish: Finish) -> None:
-        """Compute each request by itself with `HFLM`, the longest first, and pass answers to `finish` as they come."""
+        """Compute each request by itself with `HFLM`, the longest first, and pass answers to `finish` as they come.
+
+        The context of each request has been cut to the model's length.
+        """
         score = partial(super()._loglikelihood_tokens, disable_tqdm=True)
 
         def run(batch: Sequence[int]) -> None:
@@ -342,7 +343,7 @@ class CorrectedHFLM(HFLM):
         check_token_ids(chain.from_iterable(prompts), self.model, "a question")
         lengths = [len(prompt) for prompt in prompts]
         # The answer is reserved first. A prompt has the rest of the context.
-        limits = [self.max_length - answer_tokens(request.args[1]) for request in requests]
+        limits = [self._prompt_limit(answer_tokens(request.args[1])) for request in requests]
         self._count_cut(sum(length > limit for length, limit in zip(lengths, limits)), len(requests))
         generate = partial(super().generate_until, disable_tqdm=True)
         with self._reported(len(requests), "generate_until", disable_tqdm) as report:
@@ -486,4 +487,4 @@ def _explained_memory_error(longest: int) -> Iterator[None]:
         ) from None
 
 
-__all__ = ["Answer", "CorrectedHFLM", "Finish", "Request", "check_special_tokens"]
+__all__ = ["Answer", "CorrectedHFLM", "Finish", "Request"]

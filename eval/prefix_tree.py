@@ -57,7 +57,7 @@ class Node:
     children: list["Node"] = field(default_factory=list)
 
 
-def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[PromptRow]:
+def make_rows(pairs: Sequence[tuple[list[int], list[int]]]) -> list[PromptRow]:
     """Return the rows that answer all requests.
 
     The model reads `context + continuation` without the last token. Two choices of one context become one row if the
@@ -65,15 +65,14 @@ def make_rows(pairs: Sequence[tuple[list[int], list[int]]], max_length: int) -> 
 
     Args:
         pairs: The context and the continuation of each request.
-        max_length: The greatest number of tokens that the model reads. Longer sequences lose their beginning.
 
     Returns:
         The rows, sorted by their context.
     """
     rows = []
     for index, (context, continuation) in enumerate(pairs):
-        tokens = (context + continuation)[-(max_length + 1) :][:-1]
-        rows.append(PromptRow(tokens, len(tokens) - len(continuation), [(index, continuation)]))
+        tokens = (context + continuation)[:-1]
+        rows.append(PromptRow(tokens, len(context) - 1, [(index, continuation)]))
     # Bytes compare much faster than lists, and sort common beginnings together just as well.
     rows.sort(key=lambda row: (array("I", row.context).tobytes(), array("I", row.tokens[row.first :]).tobytes()))
     distinct = rows[:1]

@@ -66,7 +66,7 @@ class SharedPrefixLM(CorrectedHFLM):
         """Compute requests along the tree of their beginnings, and pass answers to `finish` as they come."""
         if self.backend != "causal" or not self.logits_cache:
             return super()._score_requests(requests, finish)
-        rows = make_rows([(context, continuation) for _, context, continuation in requests], self.max_length)
+        rows = make_rows([(context, continuation) for _, context, continuation in requests])
         # The longest row that may continue from a cache; -1 if none may.
         limit = _fixed_positions_length(self.config) if rows and self.abilities.share_prefix else -1
         tree = make_tree([row for row in rows if len(row.tokens) <= limit])
@@ -152,7 +152,6 @@ class SharedPrefixLM(CorrectedHFLM):
         positions = [list(range(row.first - depth, len(row.tokens) - depth)) for row in rows]
         copies = _copy_entries(cache, entries)
         logits, _ = self._forward(tokens, positions, self.abilities, copies, use_cache=cache is not None)
-        # The dtype of `HFLM`, so that rounding is the same.
         log_probs = F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype)  # [rows, positions, vocabulary]
         greedy = logits.argmax(dim=-1).tolist()
         indices, sums, is_greedy = [], [], []

@@ -15,7 +15,7 @@ from attnres.eval import prefix_tree
 from attnres.eval.shared_prefix import SharedPrefixLM
 
 from .models import MODELS, small
-from .prompts import Requests, assert_same, questions, texts, words
+from .prompts import Requests, assert_same, generation, questions, texts, words
 
 
 @st.composite
@@ -47,7 +47,11 @@ def test_any_requests_have_the_scores_of_the_stock_harness(name, make_model, tok
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefix_tree, "PASS_TOKENS", least_saving)
             actual = ours._loglikelihood_tokens(requests)
-        assert_same(actual, stock._loglikelihood_tokens(requests, disable_tqdm=True))
+        # The stock harness would cut off the BOS token of a context that is too long.
+        fitting = [
+            (None, [1, *context[max(1, len(context) + len(end) - max_length) :]], end) for _, context, end in requests
+        ]
+        assert_same(actual, stock._loglikelihood_tokens(fitting, disable_tqdm=True))
 
     check()
 
@@ -168,6 +172,19 @@ def test_in_bfloat16_the_choices_are_those_of_the_stock_harness(scored):
         assert values[best] >= max(values) - 2 * noise
 
 
+@pytest.mark.parametrize("logits_cache", [True, False])
+def test_in_bfloat16_the_sums_are_in_float32_unless_another_dtype_is_chosen(logits_cache, scored):
+    model = small("llama").bfloat16()
+    requests = questions(random.Random(0), examples=9, items=2, question=9, choice=12)
+    default, single, half = (
+        [value for value, _ in scored(SharedPrefixLM, model, requests, logits_cache=logits_cache, **dtype)]
+        for dtype in ({}, {"softmax_dtype": "float32"}, {"softmax_dtype": "bfloat16"})
+    )
+    assert default == single != half
+    assert max(default) < -32  # where numbers of bfloat16 are multiples of 0.25
+    assert all(value % 0.25 == 0 for value in half) and not any(value % 0.25 == 0 for value in default)
+
+
 def test_the_cache_of_requests_gets_every_answer(model, tokenizer):
     stored = {}
     lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=2)
@@ -196,7 +213,7 @@ def test_without_the_logits_cache_requests_are_computed_by_the_stock_harness(mod
     assert [rows for rows, _ in shapes[:2]] == [4, 4]
 
 
-def test_an_encoder_decoder_is_computed_by_the_stock_harness(scored):
+def test_an_encoder_decoder_is_computed_by_the_stock_harness(scored, tokenizer):
     fields = {
         "d_model": 32,
         "d_kv": 8,
@@ -211,6 +228,14 @@ def test_an_encoder_decoder_is_computed_by_the_stock_harness(scored):
     model = AutoModelForSeq2SeqLM.from_config(config).eval()
     requests = questions(random.Random(0), examples=20, items=3, question=9, choice=3)
     assert_same(scored(SharedPrefixLM, model, requests), scored(HFLM, model, requests))
+    # The encoder reads nothing but the prompt, which may have all 64 tokens.
+    lm = SharedPrefixLM(model, tokenizer=tokenizer, max_length=64)
+    lm._loglikelihood_tokens([(None, words(random.Random(0), 64), [3] * 9)], disable_tqdm=True)
+    lm.generate_until(generation(texts(random.Random(0), 64)), disable_tqdm=True)
+    assert lm.cut_requests == 0
+    lm._loglikelihood_tokens([(None, words(random.Random(0), 65), [3])], disable_tqdm=True)
+    lm.generate_until(generation(texts(random.Random(0), 65)), disable_tqdm=True)
+    assert lm.cut_requests == 2
 
 
 def test_an_automatic_batch_size_starts_at_the_maximum(model, tokenizer):

@@ -20,14 +20,14 @@ from .prompts import generation, texts
 
 @pytest.fixture(scope="module")
 def adding() -> Callable[..., PreTrainedTokenizerFast]:
-    """Return `adding(template, eos)`: the tokenizer of the other tests, which adds tokens to a text."""
+    """Return `adding(template, eos, bos)`: the tokenizer of the other tests, which adds tokens to a text."""
 
-    def make(template: str = "<s> $A", eos: str = "</s>") -> PreTrainedTokenizerFast:
+    def make(template: str = "<s> $A", eos: str = "</s>", bos: str | None = "<s>") -> PreTrainedTokenizerFast:
         words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 99)}, "<pad>"))
         words.pre_tokenizer = WhitespaceSplit()
         words.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "<pad>")])
         words.post_processor = TemplateProcessing(single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
-        return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token=eos)
+        return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token=bos, eos_token=eos)
 
     return make
 
@@ -98,6 +98,41 @@ def test_a_prompt_for_generation_does_not_end_in_an_eos_token(written, model, to
         lm = SharedPrefixLM(model, tokenizer=adding("<s> $A </s>"), batch_size=3, max_length=max_length)
         actual = lm.generate_until(generation([written + text for text in documents]), disable_tqdm=True)
         assert actual == expected
+
+
+@pytest.mark.parametrize("logits_cache", [True, False])
+def test_a_context_that_is_cut_keeps_its_bos_token(logits_cache, model, tokenizer, adding):
+    """The model reads 20 tokens: BOS, the end of the context, and the continuation without its last token."""
+    words = texts(random.Random(0), 40)[0].split()
+    ours = SharedPrefixLM(model, tokenizer=adding(), batch_size=2, max_length=20, logits_cache=logits_cache)
+    actual = ours.loglikelihood(pairs_of((" ".join(words), " w7 w8"), (" ".join(words), " w9")), disable_tqdm=True)
+    stock = HFLM(model, tokenizer=tokenizer, batch_size=1)
+    fitting = [f"<s> {' '.join(words[-kept:])}" for kept in (18, 19)]
+    expected = stock.loglikelihood(pairs_of((fitting[0], " w7 w8"), (fitting[1], " w9")), disable_tqdm=True)
+    assert [value for value, _ in actual] == pytest.approx([value for value, _ in expected], abs=1e-4)
+    assert ours.cut_requests == 2
+    assert ours.tok_encode(" ".join(words), left_truncate_len=3) == [1, *(int(word[1:]) for word in words[-2:])]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_prompt_for_generation_that_is_cut_keeps_its_bos_token(template, model, tokenizer, adding):
+    documents = texts(random.Random(1), 30, 13, 12, 4)  # with BOS, the second just fits into the 14 tokens of a prompt
+    stock = HFLM(model, tokenizer=tokenizer, batch_size=1)
+    begins = "" if template == "$A" else "<s> "
+    kept = 14 if template == "$A" else 13
+    fitting = [begins + " ".join(text.split()[-kept:]) for text in documents]
+    expected = stock.generate_until(generation(fitting, until=[]), disable_tqdm=True)
+    lm = SharedPrefixLM(model, tokenizer=adding(template), batch_size=4, max_length=20)
+    assert lm.generate_until(generation(documents, until=[]), disable_tqdm=True) == expected
+    assert lm.cut_requests == 1
+
+
+def test_no_token_of_a_text_is_dropped_where_the_tokenizer_adds_none(model, adding):
+    lm = SharedPrefixLM(model, tokenizer=adding("<s> $A </s>"), add_bos_token=False)
+    assert lm.tok_encode("w5 w6") == lm.tok_batch_encode(["w5 w6"])[0][0].tolist() == [5, 6]
+    # Without BOS, a text that begins with EOS has its first token already.
+    lm = SharedPrefixLM(model, tokenizer=adding("$A </s>", bos=None))
+    assert lm.tok_encode("</s> w5 w6") == lm.tok_batch_encode(["</s> w5 w6"])[0][0].tolist() == [2, 5, 6]
 
 
 @pytest.mark.slow
