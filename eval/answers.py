@@ -44,10 +44,10 @@ def announced_answer(responses: Iterable[Sequence[str]], docs: Sequence[dict]) -
 
     Args:
         responses: The generated texts of each item.
-        docs: The items, with `input`. If it lists options as `(A)`, the answer must be one of them.
+        docs: The items. If an item has `options`, or its `input` lists them as `(A)`, the answer must be one of them.
     """
     return [
-        [_announced(text, has_options="(A)" in doc.get("input", "")) for text in texts]
+        [_announced(text, has_options="options" in doc or "(A)" in doc.get("input", "")) for text in texts]
         for texts, doc in zip(responses, docs, strict=True)
     ]
 

@@ -16,6 +16,7 @@ import datasets
 _GROUPED_BY_COMMAS = re.compile(r"[+-]?\d{1,3}(,\d{2,3})*,\d{3}(\.\d+)?")  # also 1,00,000, as written in India
 _GROUPED_BY_SPACES = re.compile(r"[+-]?\d{1,3}(\s\d{3})+(\.\d+)?")
 _GROUPED_BY_POINTS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+")
+_WHOLE = re.compile(r"[+-]?\d[\d,\s]*")
 _CHINESE_FRACTION = re.compile(r"(\d+)分之(\d+)")
 # ASCII punctuation and typographic quotes.
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "\u2018\u2019\u00b4", " "))
@@ -110,10 +111,16 @@ def cmath(doc: dict, results: list[str]) -> dict[str, float]:
     answer, gold = number(results[0]), number(doc["golden"])
     if answer is None:
         return {"exact_match": 0.0}
-    if _plain(results[0]).lstrip("+-").isdecimal() and doc["golden"].isdecimal():
+    if all(_is_whole(text) for text in (results[0], doc["golden"])):
         return {"exact_match": float(answer == gold)}
     difference = abs(answer - gold) / (min(abs(answer), abs(gold)) + Fraction(1, 10**6))
     return {"exact_match": float(difference < _CMATH_TOLERANCE)}
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether a number is written as a whole number. `1,810` is one, but `2,5` and `18.00` are decimals."""
+    value = number(text)
+    return value is not None and value.denominator == 1 and _WHOLE.fullmatch(_plain(text)) is not None
 
 
 def triviaqa(doc: dict, results: list[str]) -> dict[str, float]:

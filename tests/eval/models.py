@@ -25,11 +25,11 @@ GOLD_TEXT: dict[str, Callable[[dict], str]] = {
     "bbh": lambda doc: f"We look closely. Quite. So the answer is {doc['target']}.\n\nQ: And",
     "triviaqa": lambda doc: f" {doc['answer']['value']}\n\nQuestion: And",
     "gsm8k": lambda doc: f" 1 + 2 = 3. The answer is {doc['answer'].split('####')[1].strip()}.\n\nQ: 5",
-    "mgsm": lambda doc: f" 1 + 2 = 3. → {doc['answer_number']}.\n\nQ: 5",
+    "mgsm": lambda doc: f" 1 + 2 = 3.\n\n→ {doc['answer_number']}.\n\nQuestion: 5",
     "math": lambda doc: (
         f"{doc['solution']}\nFinal Answer: The final answer is ${boxed(doc['solution'])}$. I hope it is correct."
     ),
-    "cmath": lambda doc: f"1+2=3。答案是{doc['golden']}。\n\n问题\N{FULLWIDTH COLON}5",
+    "cmath": lambda doc: f"1+2=3。\n\n答案是{doc['golden']}。\n\n问题\N{FULLWIDTH COLON}5",
     "humaneval": lambda doc: doc["canonical_solution"] + "\ndef unrelated():\n    return 1\n",
     "mbpp": lambda doc: doc["code"] + "\n[DONE]\nassert False",
 }

@@ -143,6 +143,7 @@ def test_a_percentage_is_read_as_a_number_of_percent_or_as_a_fraction(text):
 
 
 OPTIONS = {"input": "Which?\nOptions:\n(A) a dog\n(B) a cat"}
+LETTERS = {"question": "Which?", "options": ["dog", "cat"]}
 OPEN = {"input": "What?"}
 ANNOUNCED = [
     *((OPTIONS, f"So the answer is {text}", "(A)") for text in ("(A).", "A", "A.", "A)", "**A**", "**(A)**", "（Ａ）")),
@@ -161,6 +162,8 @@ ANNOUNCED = [
     (OPTIONS, "The answer is A dog.", "A dog"),
     (OPTIONS, "The answer is", None),
     (OPTIONS, "Not sure, (A)", None),
+    *((LETTERS, f"So the answer is {text}", "(J)") for text in ("(J).", "J", ": (J)", "**(J)**", r"\boxed{J}")),
+    (LETTERS, "The answer is Because it is so.", "Because it is so"),
     (OPEN, "So the answer is \N{MINUS SIGN}50.", "-50"),
     (OPEN, "The answer is ８.", "8"),
     (OPEN, r"The answer is $\boxed{1{,}234}$.", "1234"),

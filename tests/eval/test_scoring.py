@@ -47,6 +47,10 @@ def test_cmath_has_the_tolerance_of_its_authors():
 
     assert score("14", "14") == 1
     assert score("100", "101") == 0  # whole numbers must be equal, although these differ by less than 1%
+    assert score("1,810", "1800") == score("1 810", "1800") == score("1800", "1,810") == 0
+    assert score("1,800", "1800") == score("-1,800", "-1800") == 1
+    assert score("-1810", "-1800") == score("-1800", "1800") == 0
+    assert score("2,51", "2.5") == 1  # a decimal comma
     assert score("10.09", "10") == 1
     assert score("10.11", "10") == 0
     assert score("0.33", "1/3") == 0  # off by 1/99 of the smaller one
@@ -90,12 +94,14 @@ WRITTEN = [
     ("mgsm", "So she earns GOLD dollars, that is GOLD,00.", 1),
     ("mgsm", "16-3-4=9, 9*2=GOLD", 1),
     ("mgsm", "The answer is GOLD.\n\nQuestion: 5 and 6?", 1),
+    ("mgsm", "She has 3 and 4.\n\nTogether that is GOLD.\n\nপ্রশ্ন: 5?", 1),
     ("mgsm", "GOLD, or 7", 0),
     ("mgsm", "no idea", 0),
     ("cmath", "4+5=9。答案是GOLD。", 1),
     ("cmath", "答案为 GOLD 支", 1),
     ("cmath", "答案是GOLD.0", 1),
     ("cmath", "答案是GOLD。\n\n问题", 1),
+    ("cmath", "先算7。\n\n答案是GOLD。\n\n问题\N{FULLWIDTH COLON}答案是5。", 1),
     ("cmath", "一共是GOLD。", 0),
     ("cmath", "答案是7。答案是GOLD。", 0),
     ("triviaqa", " GOLD", 1),
@@ -110,6 +116,7 @@ WRITTEN = [
     ("mmlu_pro", "the answer is GOLD", 1),
     ("mmlu_pro", "The answer is (GOLD).\n\nQuestion:\nThe answer is (J).", 1),
     ("mmlu_pro", "(GOLD)", 0),
+    ("mmlu_pro", "The answer is: (GOLD)", 0),
 ]
 GOLD = {
     "gsm8k": lambda doc: doc["answer"].split("####")[1].strip(),
@@ -164,6 +171,11 @@ MARKED = [
     ("bbh", "So the answer is **not GOLD**.", 0),
     ("bbh", "**Answer**: GOLD", 1),
     ("bbh", "GOLD", 0),
+    ("mmlu_pro", "The answer is: (GOLD).", 1),
+    ("mmlu_pro", "The answer is **(GOLD)**.", 1),
+    ("mmlu_pro", r"So the answer is $\boxed{GOLD}$.", 1),
+    ("mmlu_pro", "**Answer:** GOLD. It is so.", 1),
+    ("mmlu_pro", r"$\boxed{GOLD}$", 0),
 ]
 
 

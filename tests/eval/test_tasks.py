@@ -141,6 +141,11 @@ def test_the_group_has_the_15_benchmarks_of_table_3_in_order():
         assert index[benchmark.group].cfg["metadata"]["shots_from"]
 
 
+def test_the_headline_filter_of_mmlu_pro_is_the_stock_one():
+    stock = load_yaml(task_manager().task_index["mmlu_pro_law"].yaml_path)["filter_list"]
+    assert load_yaml(task_path() / "mmlu_pro.yaml")["filter_list"][:1] == stock
+
+
 @pytest.mark.slow
 def test_no_stock_task_is_overridden(caplog):
     with caplog.at_level(logging.WARNING, logger="lm_eval"):
