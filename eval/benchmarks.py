@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import data_folder
 from .failures import data_missing
@@ -60,17 +60,20 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
             of the task file fails. The message is one line with the remedy.
         RuntimeError: A template of a task file takes too much time or memory.
     """
-    overrides, folder = {}, None
+    overrides: dict[str, Any] = {}
+    folder = None
     if data is not None and benchmark.dataset is not None:
         folder = Path(data) / benchmark.dataset
         if not folder.is_dir():
             raise data_missing(benchmark, data, f"there is no folder {folder}", is_absent=True)
         try:
             data_folder.check(folder)
+            folder = folder.absolute()
+            cache = _cache_path(folder)
+            overrides["dataset_path"] = data_folder.loadable(folder, cache)
         except (OSError, ValueError) as error:
             raise data_missing(benchmark, data, str(error)) from error
-        folder = folder.absolute()
-        overrides = {"dataset_path": str(folder), "dataset_kwargs": {"cache_dir": str(_cache_path(folder))}}
+        overrides["dataset_kwargs"] = {"cache_dir": str(cache)}
     manager = task_manager()
     if benchmark.group not in manager.task_index or benchmark.include_path is not None:
         manager = find_task_manager(benchmark.group, benchmark.include_path)

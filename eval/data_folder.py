@@ -1,17 +1,25 @@
 """Check a data set in the folder of `--data` before `datasets` reads it, and find the commit that was read.
 
-A data set comes from others. Its README and its links must not lead to files outside of its folder.
+A data set comes from others. Its README and its links must not lead to files outside of its folder. Some data sets
+still have a loading script, which `datasets` refuses. Their data is read without it.
 """
 
 import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import yaml
 
+from attnres.utils.files import atomic_write
 from attnres.utils.yaml_files import load_card_metadata
+
+_ConfigFiles = dict[str, dict[str, list[str]]]  # configuration -> split -> the paths of its files
+
+_ZIPPED_SPLIT = re.compile(r"(?P<split>[\w-]+)/(?P<config>[\w-]+)\.csv")
 
 
 def check(folder: Path) -> None:
@@ -68,6 +76,78 @@ def _file_names(configs: list[dict[str, Any]]) -> Iterator[str]:
     for config in configs:
         yield from texts(config.get("data_files"))
         yield from texts(config.get("data_dir"))
+
+
+def loadable(folder: Path, cache: Path) -> str:
+    """Return the path by which `datasets` loads a data set without its loading script.
+
+    The README of a data set with a script, and the Hub's own conversion of one, do not name the data files. So the
+    layout decides. There are two:
+
+    - `CONFIG/SPLIT/*.parquet`: the Hub's conversion, which is the branch `refs/convert/parquet`.
+    - `SPLIT/CONFIG.csv` in a zip file: CMMLU.
+
+    Args:
+        folder: The folder of the data set, which [`check`] has accepted. An absolute path.
+        cache: A folder that belongs to the present state of these files. The README that names them is written there,
+            and files that had to be converted.
+
+    Returns:
+        The folder itself if `datasets` can read it, or must say what is wrong with it. Otherwise a folder in `cache`.
+
+    Raises:
+        ValueError: A zip file is damaged. The message is one line.
+    """
+    has_script = (folder / f"{folder.name}.py").is_file()
+    readme = folder / "README.md"
+    if readme.is_file() and (_configs(readme) or not has_script):
+        # `datasets` looks for a script of the name in which the path ends.
+        return f"{folder}/." if has_script else str(folder)
+    target = cache / folder.name
+    if not (target / "README.md").is_file():
+        files = _parquet_files(folder) or (_unzipped_files(folder, target) if has_script else {})
+        if not files:
+            return str(folder)
+        configs = [
+            {"config_name": config, "data_files": [{"split": split, "path": paths} for split, paths in splits.items()]}
+            for config, splits in files.items()
+        ]
+        target.mkdir(parents=True, exist_ok=True)
+        atomic_write(target / "README.md", f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+    return str(target)
+
+
+def _parquet_files(folder: Path) -> _ConfigFiles:
+    """Return the files in the layout of the branch `refs/convert/parquet`."""
+    files: _ConfigFiles = {}
+    for path in sorted(folder.glob("*/*/*.parquet")):
+        config, split, _ = path.relative_to(folder).parts
+        files.setdefault(config, {}).setdefault(split, []).append(str(path))
+    return files
+
+
+def _unzipped_files(folder: Path, target: Path) -> _ConfigFiles:
+    """Convert the CSV files in zip files to Parquet files in `target`, every value as the text that it is."""
+    import pandas as pd
+
+    files: _ConfigFiles = {}
+    for path in sorted(folder.glob("*.zip")):
+        try:
+            with ZipFile(path) as archive:
+                for member in filter(None, map(_ZIPPED_SPLIT.fullmatch, archive.namelist())):
+                    config, split = member["config"], member["split"]
+                    with archive.open(member[0]) as file:
+                        # Otherwise pandas would read the choices `None` and `0.50` as a missing value and as 0.5.
+                        table = pd.read_csv(file, dtype=str, keep_default_na=False)
+                    # A column without a name counts the rows.
+                    table = table.loc[:, [not name.startswith("Unnamed: ") for name in table.columns]]
+                    parquet = target / config / f"{split}.parquet"
+                    parquet.parent.mkdir(parents=True, exist_ok=True)
+                    atomic_write(parquet, table.to_parquet(index=False))
+                    files.setdefault(config, {})[split] = [str(parquet)]
+        except (BadZipFile, EOFError, RuntimeError, ValueError, zlib.error) as error:
+            raise ValueError(f"{path.name} is damaged: {error}") from error
+    return files
 
 
 def damaged_file(folder: Path) -> str | None:

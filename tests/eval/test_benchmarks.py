@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -12,6 +13,7 @@ import pandas as pd
 import pytest
 
 from attnres.eval.benchmarks import benchmarks, load, pick, task_path
+from attnres.eval.data_folder import loadable
 
 from .models import Oracle, evaluate
 from .synthetic import gpqa, write_data_set
@@ -167,6 +169,83 @@ def test_the_message_on_damaged_data_is_one_line_with_the_remedy(name, damage, r
     assert message.startswith(f"{benchmark.title}: cannot read the data set {benchmark.dataset} in {tmp_path}")
     assert reason in message and "\n" not in message and len(message) < 800
     assert f"`hf download --repo-type dataset {benchmark.dataset} --local-dir {copy}`" in message
+
+
+SCRIPT = "raise RuntimeError('nothing runs this')"
+SUBJECTS = {"agronomy": ("0.50", "None"), "virology": ("12", "")}  # and two choices of the subject's questions
+
+
+def rows(subject: str) -> pd.DataFrame:
+    first, second = SUBJECTS[subject]
+    choices = {"A": [first] * 2, "B": [second] * 2, "C": ["c", "丙"], "D": ["d", "丁"], "Answer": ["A", "D"]}
+    return pd.DataFrame({"Question": [f"{subject} 1", f"{subject} 2"], **choices})
+
+
+def as_released(folder: Path) -> None:
+    """Write CMMLU as its authors did: a script, and a zip file with a CSV file for each split of each subject."""
+    folder.mkdir(parents=True)
+    (folder / "cmmlu.py").write_text(SCRIPT)
+    (folder / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n# CMMLU\n")
+    with zipfile.ZipFile(folder / "cmmlu_v1_0_1.zip", "w") as archive:
+        for subject in SUBJECTS:
+            for split in ("dev", "test"):
+                archive.writestr(f"{split}/{subject}.csv", rows(subject).to_csv())  # the first column has no name
+
+
+def as_converted(folder: Path) -> None:
+    """Write CMMLU as in the Hub's branch `refs/convert/parquet`, without a README."""
+    for subject in SUBJECTS:
+        for split in ("dev", "test"):
+            (folder / subject / split).mkdir(parents=True)
+            rows(subject).to_parquet(folder / subject / split / "0000.parquet")
+
+
+def as_converted_beside_the_script(folder: Path) -> None:
+    as_converted(folder)
+    (folder / "cmmlu.py").write_text(SCRIPT)
+    (folder / "README.md").write_text("# CMMLU\n")
+
+
+def as_listed_beside_the_script(folder: Path) -> None:
+    splits = {split: rows("agronomy").to_dict("records") for split in ("dev", "test")}
+    write_data_set(folder, {"agronomy": splits, "virology": splits})
+    (folder / "cmmlu.py").write_text(SCRIPT)
+
+
+@pytest.mark.parametrize(
+    "write", [as_released, as_converted, as_converted_beside_the_script, as_listed_beside_the_script]
+)
+def test_a_data_set_with_a_loading_script_is_read_without_it(write, tmp_path):
+    folder = tmp_path / "haonan-li" / "cmmlu"
+    write(folder)
+    for _ in range(2):  # the second time from the cache
+        path = loadable(folder, tmp_path / "cache")
+        data = datasets.load_dataset(path, "agronomy", cache_dir=str(tmp_path / "cache"))
+        assert {split: data[split].to_pandas().to_dict("list") for split in data} == dict.fromkeys(
+            ("dev", "test"), rows("agronomy").to_dict("list")
+        )
+    assert sorted(datasets.get_dataset_config_names(path)) == [*SUBJECTS]
+
+
+def test_a_script_whose_data_cannot_be_read_without_it_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    benchmark, folder = benchmarks()["cmmlu"], tmp_path / "haonan-li" / "cmmlu"
+    folder.mkdir(parents=True)
+    (folder / "cmmlu.py").write_text(SCRIPT)
+    with pytest.raises(FileNotFoundError, match=r"found cmmlu\.py") as error:
+        load(benchmark, tmp_path)
+    assert f"haonan-li/cmmlu --revision refs/convert/parquet --local-dir {folder}`" in str(error.value)
+    (folder / "data.zip").write_bytes(b"PK broken")
+    with pytest.raises(FileNotFoundError, match=r"data\.zip is damaged"):
+        load(benchmark, tmp_path)
+
+    def from_the_hub(path, *arguments, **options):
+        raise RuntimeError("Dataset scripts are no longer supported, but found cmmlu.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", from_the_hub)
+    with pytest.raises(FileNotFoundError, match=r"found cmmlu\.py") as error:
+        load(benchmark)
+    download = "hf download --repo-type dataset haonan-li/cmmlu --local-dir DATA/haonan-li/cmmlu"
+    assert f"run `{download}`, and give `--data DATA`" in str(error.value) and "go online" not in str(error.value)
 
 
 def test_the_remedy_for_a_gated_data_set_says_to_accept_its_terms(tmp_path):
