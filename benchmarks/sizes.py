@@ -161,11 +161,11 @@ def count_task(task: Any, tokenizer: PreTrainedTokenizerBase, items: int) -> Cou
         tokenizer: The tokenizer.
         items: The number of items of the whole task.
     """
-    from attnres.eval.suite import DEFAULT_GENERATED_TOKENS  # imports the harness, which only counting needs
+    # These import the harness, which only counting needs.
+    from attnres.eval.answer_length import answer_tokens
+    from attnres.eval.suite import prepare
 
-    task.set_fewshot_seed(0)
-    if task.config.num_fewshot is None:
-        task.set_config("num_fewshot", 0)
+    prepare(task, seed=0)
     task.build_all_requests(limit=COUNTED, rank=0, world_size=1)
     generates = task.OUTPUT_TYPE == "generate_until"
     contexts = dict.fromkeys((request.doc_id, request.args[0]) for request in task.instances)
@@ -176,13 +176,12 @@ def count_task(task: Any, tokenizer: PreTrainedTokenizerBase, items: int) -> Cou
     common = common if len(ids) > 1 else 0
     tokens = sum(map(len, ids)) + sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in choices)
     scale = items / len({number for number, _ in contexts})
-    longest = (task.config.generation_kwargs or {}).get("max_gen_toks", DEFAULT_GENERATED_TOKENS)
     return Count(
         items=items,
         requests=len(task.instances) * scale,
         prompt=tokens * scale,
         shared=(tokens - common * len(ids)) * scale + common,
-        generated=items * longest if generates else 0,
+        generated=items * answer_tokens(task.config.generation_kwargs) if generates else 0,
     )
 
 

@@ -60,14 +60,15 @@ def to_markdown(
 
     note = " The paper's columns are its 48B-A3B models (Table 3)." if paper_rows else ""
     lines += ["", f"{_unit(rows)}, ± one standard error.{note}"]
-    if baseline and (pairs := sum(row.pair is not None for row in all_rows)):
+    # Second filters score the same texts, so their tests are no further ones.
+    if baseline and (pairs := sum(row.pair is not None for row in rows)):
         is_cut = any(row.shortened.cut or row.baseline_shortened.cut for row in rows)
         same = "items, in prompts that were cut as said below" if is_cut else "prompts"
         lines += [
             "",
             f"Both models answer the same {same}. The difference is paired item by item, with the interval of Agresti "
-            f"and Min, and p is that of McNemar's exact test. Of {pairs} tests at 5%, {0.05 * pairs:.1f} would come "
-            "out significant if the models were equal.",
+            f"and Min, and p is that of McNemar's exact test. Of {pairs} tests at 5%, at most "
+            f"{0.05 * pairs:.1f} are expected to come out significant if the models are equal.",
         ]
     notes = [SECOND_NOTE] if len(all_rows) > len(rows) else []
     notes += make_notes(rows, model, baseline, results, baseline_results)

@@ -118,7 +118,7 @@ def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed:
                 continue
             stored = read_result(store, benchmark, name)
             check_same_task(task, stored, store.path(name))
-            _prepare(task, seed)
+            prepare(task, seed)
             try:
                 with _quiet_harness(), bounded_templates():
                     check_same_items(task, stored, store.path(name), limit)
@@ -129,7 +129,7 @@ def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed:
 
 def _work(task: Task, limit: int | None) -> float:
     """Estimate the cost of a task, in the unit of `Job.work`."""
-    num_items = min(len(task.task_docs), limit or len(task.task_docs))
+    num_items = min(len(task.task_docs), limit or len(task.task_docs)) * task.config.repeats
     if task.OUTPUT_TYPE != "generate_until":
         return num_items
     return num_items * (1 + answer_tokens(task.config.generation_kwargs) / TOKENS_LIKE_A_CHOICE)
@@ -163,7 +163,7 @@ def run_jobs(
     for job in jobs:
         on_work(job.benchmark, done_before)
         lm.progress = lambda done, job=job, before=done_before: on_work(
-            job.benchmark, before + job.work * done / len(job.task.instances)
+            job.benchmark, before + job.work * done / _count_requests(job.task)
         )
         if job.benchmark not in failures:
             try:
@@ -191,7 +191,7 @@ def _evaluate(lm: SharedPrefixLM, job: Job, limit: int | None, seed: int) -> dic
         ValueError: A score is not a finite number. A task's own code may raise anything else.
     """
     task = job.task
-    _prepare(task, seed)
+    prepare(task, seed)
     generates = task.OUTPUT_TYPE == "generate_until"
     cut_before = lm.cut_requests
     with limited_answers(task, lm.max_length), _quiet_harness(), bounded_templates():
@@ -200,7 +200,7 @@ def _evaluate(lm: SharedPrefixLM, job: Job, limit: int | None, seed: int) -> dic
         )
     (samples,) = outputs["samples"].values()
     check_scores(samples, job.benchmark)
-    cut = (lm.cut_requests - cut_before) / len(task.instances)
+    cut = (lm.cut_requests - cut_before) / _count_requests(task)
     drop_requests(task)
     texts = ("doc", "arguments")
     return {
@@ -218,8 +218,18 @@ def _evaluate(lm: SharedPrefixLM, job: Job, limit: int | None, seed: int) -> dic
     }
 
 
-def _prepare(task: Task, seed: int) -> None:
-    """Set the seed and the number of shots of a task, which decide its prompts."""
+def _count_requests(task: Task) -> int:
+    """Return the number of requests that the model receives for a task. The harness clones one for each repeat."""
+    return sum(request.repeats for request in task.instances)
+
+
+def prepare(task: Task, seed: int) -> None:
+    """Set the seed and the number of shots of a task, which decide its prompts.
+
+    Args:
+        task: The task. Without a number of shots, it has none.
+        seed: The seed.
+    """
     set_seed(seed)
     task.set_fewshot_seed(seed)
     if task.config.num_fewshot is None:
@@ -289,4 +299,4 @@ def software() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("attnres", "lm_eval", "torch", "transformers")}
 
 
-__all__ = ["Job", "Loaded", "collect", "find_unfinished", "load_all", "run_jobs", "software"]
+__all__ = ["Job", "Loaded", "collect", "find_unfinished", "load_all", "prepare", "run_jobs", "software"]

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
+from attnres.eval.benchmarks import benchmarks, load
 from benchmarks import sizes
 
 
@@ -23,6 +25,17 @@ def test_the_counts_of_an_evaluation_are_the_stored_ones():
     # Prompts that begin alike are read once, so sharing never adds tokens; a request is a choice or an answer.
     for count in stored["benchmarks"].values():
         assert count["shared"] < count["prompt"] and count["items"] <= count["requests"]
+
+
+def test_the_tasks_of_a_benchmark_are_counted_on_their_first_items(assets, monkeypatch):
+    monkeypatch.setattr(sizes, "COUNTED", 2)
+    tokenizer = AutoTokenizer.from_pretrained(assets / "checkpoints" / "stories260K-hf")
+    for name, choices, answer in (("arc_challenge", 4, 0), ("gsm8k", 1, 512)):
+        (task,) = load(benchmarks()[name], assets / "hub")["tasks"].values()
+        items = len(task.task_docs)
+        count = sizes.count_task(task, tokenizer, items)
+        assert (count.items, count.requests, count.generated) == (items, choices * items, answer * items)
+        assert 0 < count.shared < count.prompt / 2
 
 
 @pytest.mark.slow

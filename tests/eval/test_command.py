@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnres.commands.eval import run_eval
 from attnres.conversion import retrofit
 from attnres.eval import sandbox
-from attnres.eval.benchmarks import benchmarks, pick, task_path
+from attnres.eval.benchmarks import benchmarks, load, pick, task_path
 from attnres.eval.options import EvalOptions
+from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import check_run
+from attnres.eval.store import ResultStore
+from attnres.eval.suite import find_unfinished, run_jobs
 
 from .. import forks
 
@@ -232,6 +235,34 @@ def test_bad_input_is_refused_in_one_line_and_writes_nothing(models, monkeypatch
         check_run(EvalOptions("source", tmp_path / "out", pick(BENCHMARKS), **arguments))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_repeats_of_a_task_are_counted(models, assets, tmp_path):
+    """The harness asks an item as often as its task repeats it. All of these prompts are longer than the context."""
+    (benchmark,) = pick("gsm8k")
+    loaded = {benchmark: load(benchmark, assets / "hub")}
+    (task,) = loaded[benchmark]["tasks"].values()
+    task.set_config("repeats", 3)
+    task.set_config("generation_kwargs", {**task.config.generation_kwargs, "max_gen_toks": 4})
+    lm = SharedPrefixLM(str(models / "source"), device="cpu", batch_size=2)
+    store = ResultStore(tmp_path / "out", {})
+    (job,) = find_unfinished(loaded, store, limit=2, seed=0)
+    done = []
+    failures = run_jobs(lm, [job], store, limit=2, seed=0, on_work=lambda benchmark, work: done.append(work))
+    assert not failures
+    assert store.read("gsm8k_cot")["cut"] == 1
+    assert done == pytest.approx([job.work * part for part in (0, 1 / 3, 2 / 3, 1, 1)])
+
+
+@pytest.mark.parametrize(
+    ("processes", "error", "message"),
+    [("2", RuntimeError, "runs in one process"), ("1", OSError, "nowhere"), ("", OSError, "nowhere")],
+)
+def test_a_run_in_several_processes_is_refused(processes, error, message, tmp_path, monkeypatch):
+    """An empty variable stands for one process. That run goes on, up to the model."""
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    with pytest.raises(error, match=message):
+        run_eval(EvalOptions("./nowhere", tmp_path / "out", pick("gsm8k")))
 
 
 # The command line
