@@ -50,7 +50,8 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     Args:
         benchmark: A benchmark from [`pick`] or [`benchmarks`].
         data: A folder that holds data sets as `ORG/NAME`, laid out as on the Hub. Nothing is then read from the
-            network. Without it, the data set comes from the Hub or its cache.
+            network. Without it, the data set comes from the Hub or its cache. One with a loading script is downloaded
+            whole, and read without the script.
 
     Returns:
         Tasks and groups by name, as `lm_eval.tasks.TaskManager.load` returns them.
@@ -60,6 +61,8 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
             of the task file fails. The message is one line with the remedy.
         RuntimeError: A template of a task file takes too much time or memory.
     """
+    if data is None and _is_downloaded(benchmark):
+        return load(benchmark, _download(benchmark))
     overrides: dict[str, Any] = {}
     folder = None
     if data is not None and benchmark.dataset is not None:
@@ -105,9 +108,41 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         damaged = data_folder.damaged_file(folder) if folder else None
         raise data_missing(benchmark, data, damaged or f"{error}: {error.__cause__}") from error
     except Exception as error:
+        if data is None and benchmark.dataset is not None and data_folder.has_script(error):
+            return load(benchmark, _download(benchmark))
         # Data, templates and a task's own functions may raise anything. This benchmark fails, and the others go on.
         raise data_missing(benchmark, data, str(error) or type(error).__name__) from error
     return manager.load(tasks)
+
+
+def _downloads() -> Path:
+    """Return the folder for data sets with a loading script, laid out like that of `--data`."""
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE) / "attnres" / "hub"
+
+
+def _is_downloaded(benchmark: Benchmark) -> bool:
+    """Return whether the data set of a benchmark has a loading script and was downloaded before."""
+    return benchmark.dataset is not None and (_downloads() / benchmark.dataset).is_dir()
+
+
+def _download(benchmark: Benchmark) -> Path:
+    """Download the data set of a benchmark, or only what is new, and return the folder for `load`.
+
+    Raises:
+        FileNotFoundError: It cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+
+    folder = _downloads() / benchmark.dataset
+    try:
+        with _quiet_hub():
+            # Not into the cache of the Hub, whose files are links to others outside of their folder.
+            snapshot_download(benchmark.dataset, repo_type="dataset", local_dir=folder)
+    except Exception as error:
+        raise data_missing(benchmark, None, str(error), is_absent=isinstance(error, ConnectionError)) from error
+    return _downloads()
 
 
 @contextmanager

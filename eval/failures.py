@@ -69,14 +69,10 @@ def data_missing(benchmark: Benchmark, data: Path | None, reason: str, is_absent
         return DataMissing(f"{benchmark.title}: cannot load the data that its task file names: {reason}.")
     source = "on the Hub" if data is None else f"in {data}"
     folder = Path("DATA" if data is None else data) / benchmark.dataset
-    has_script = "scripts are no longer supported" in reason
     # If the data of a script cannot be read without it, the Hub's own conversion can, where there is one.
-    revision = " --revision refs/convert/parquet" if has_script and data is not None else ""
+    revision = " --revision refs/convert/parquet" if "scripts are no longer supported" in reason else ""
     download = f"hf download --repo-type dataset {benchmark.dataset}{revision} --local-dir {folder}"
-    if has_script and data is None:
-        remedy = f"run `{download}`, and give `--data DATA`, which does not need the script"
-    else:
-        remedy = _remedy(download, data, [benchmark.dataset] if benchmark.gated else [])
+    remedy = _remedy(download, data, [benchmark.dataset] if benchmark.gated else [])
     return DataMissing(
         f"{benchmark.title}: cannot read the data set {benchmark.dataset} {source}: {reason}. To get it: {remedy}.",
         is_absent,

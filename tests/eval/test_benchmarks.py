@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -238,14 +239,27 @@ def test_a_script_whose_data_cannot_be_read_without_it_is_refused_with_the_remed
     with pytest.raises(FileNotFoundError, match=r"data\.zip is damaged"):
         load(benchmark, tmp_path)
 
-    def from_the_hub(path, *arguments, **options):
-        raise RuntimeError("Dataset scripts are no longer supported, but found cmmlu.py")
 
-    monkeypatch.setattr(datasets, "load_dataset", from_the_hub)
-    with pytest.raises(FileNotFoundError, match=r"found cmmlu\.py") as error:
+def test_a_data_set_with_a_loading_script_is_downloaded_from_the_hub_whole(tmp_path, monkeypatch):
+    # In this folder, `datasets` takes the id of the task file for a folder with a script, and refuses it as on the Hub.
+    monkeypatch.chdir(tmp_path)
+    as_released(Path("haonan-li/cmmlu"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    is_online = True
+
+    def download(repository, repo_type, local_dir):
+        if not is_online and not Path(local_dir).is_dir():
+            raise ConnectionError("offline")
+        shutil.copytree(repository, local_dir, dirs_exist_ok=True)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    benchmark = replace(benchmarks()["cmmlu"], group="cmmlu_agronomy")
+    for is_online in (True, False):  # noqa: B007 (read by `download`)
+        (task,) = load(benchmark)["tasks"].values()
+        assert [doc["Question"] for doc in task.test_docs()] == ["agronomy 1", "agronomy 2"]
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(FileNotFoundError, match="CMMLU: cannot read the data set haonan-li/cmmlu on the Hub: offline"):
         load(benchmark)
-    download = "hf download --repo-type dataset haonan-li/cmmlu --local-dir DATA/haonan-li/cmmlu"
-    assert f"run `{download}`, and give `--data DATA`" in str(error.value) and "go online" not in str(error.value)
 
 
 def test_the_remedy_for_a_gated_data_set_says_to_accept_its_terms(tmp_path):
