@@ -179,6 +179,8 @@ def test_sinks_are_described_for_layers_that_have_weights():
         ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
     ]
     assert sentences(none, standard())["Attention sinks"][1] == ""
+    alone = changed(inspection, "sinks", mean=torch.tensor([0.3]).double(), strongest=torch.tensor([0.6]).double())
+    assert "on average over 1 layer;" in sentences(alone)["Attention sinks"][0][0][0]
 
 
 def test_two_models_are_compared_section_by_section():
