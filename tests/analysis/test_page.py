@@ -254,7 +254,7 @@ def test_the_passage_of_a_deep_model_is_shortened_and_the_page_says_so(monkeypat
     assert (sizes[27], sizes[80], sizes[500]) == (256, 256, 31)
     assert 2 * sizes[500] * sum(range(1, 1002)) <= measuring.PASSAGE_BYTES
     assert passage_tokens(depth(10_000)) == 1
-    assert "tokens of the text" not in Page(render([block_attn_res()], {})).text
+    assert "These are the first" not in Page(render([block_attn_res()], {})).text
     monkeypatch.setattr(measuring, "PASSAGE_BYTES", 2 * 15 * 8)  # two layers have 15 pairs of reader and source
     assert "These are the first 8 tokens of the text." in Page(render([block_attn_res()], {})).text
 
