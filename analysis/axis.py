@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnres.utils.wording import counted
+
 # Names of sublayers in the model -> names for people.
 _KINDS = {"self_attention_res": "attention", "mlp_res": "MLP", "parallel_res": "layer"}
 
@@ -42,8 +44,8 @@ class DepthAxis:
     def block(self) -> str:
         """The size of a block in the unit of the configuration: "block of 6 sublayers", or "block of 3 layers"."""
         if self.counts_layers:
-            return f"block of {self.block_size // len(self.kinds)} layers"
-        return f"block of {self.block_size} sublayers"
+            return f"block of {counted(self.block_size // len(self.kinds), 'layer')}"
+        return f"block of {counted(self.block_size, 'sublayer')}"
 
     @property
     def num_sublayers(self) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LABELS = ("A", "B")  # the letters of two compared inspections, on the page, in figures and in files
 PASSAGE_TOKENS = 256  # the largest number of tokens in the passage, of which every single weight is kept
+PASSAGE_BYTES = 32_000_000  # the most that the weights of the passage take on the page, in 16 bits each
 # The time of each measurement for the progress bar. The unit is a pass without gradients.
 _COSTS = {"depth mixing": 2, "magnitudes": 4, "attention sinks": 1}
 
@@ -129,11 +130,12 @@ def inspect_model(
 
     # Depth attention comes first: the sources, and so the number of passes for interventions, follow from it.
     advance("depth attention", 0.0)
+    passage = ids[:1, : passage_tokens(depth_axis(member))]
     try:
         attention = depth_attention(member, batches)
-        weights = [row[:, 0].float().cpu() for row in weights_by_token(member, ids[:1, :PASSAGE_TOKENS])]
+        weights = [row[:, 0].float().cpu() for row in weights_by_token(member, passage)]
     except NoDepthAttention:
-        attention, rows = None, rows_by_token(member, ids[:1, :PASSAGE_TOKENS]).float()
+        attention, rows = None, rows_by_token(member, passage).float()
         weights = [row[: index + 1] for index, row in enumerate(rows)]
     depth = attention.depth if attention else depth_axis(member)
 
@@ -173,8 +175,20 @@ def inspect_model(
         interventions=interventions(member, intervention_batches, attention, advance_interventions)
         if num_passes
         else None,
-        passage=Passage(words[:PASSAGE_TOKENS], weights),
+        passage=Passage(words[: passage.shape[1]], weights),
     )
+
+
+def passage_tokens(depth: DepthAxis) -> int:
+    """Return the largest number of tokens in the passage of a model.
+
+    It depends on the depth alone, so that two models of one depth show the same words whatever their connections.
+
+    Args:
+        depth: The depth axis of the model.
+    """
+    num_weights = math.comb(len(depth.consumers) + 1, 2)  # of a token: consumer i has up to i + 1 sources
+    return max(1, min(PASSAGE_TOKENS, PASSAGE_BYTES // (2 * num_weights)))
 
 
 def _model_facts(model: PreTrainedModel, member: PreTrainedModel, name: str | None, depth: DepthAxis) -> dict[str, Any]:
@@ -193,4 +207,4 @@ def _model_facts(model: PreTrainedModel, member: PreTrainedModel, name: str | No
     }
 
 
-__all__ = ["LABELS", "PASSAGE_TOKENS", "Inspection", "Passage", "inspect_model"]
+__all__ = ["LABELS", "PASSAGE_BYTES", "PASSAGE_TOKENS", "Inspection", "Passage", "inspect_model", "passage_tokens"]

@@ -245,10 +245,10 @@ def _describe_sinks(inspection: Inspection) -> list[str]:
     layers = [layer for layer, value in enumerate(sinks.mean.tolist()) if not math.isnan(value)]
     if not layers:
         return ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
-    counted_layers = f"{len(layers)} layers"
+    counted_layers = counted(len(layers), "layer")
     if len(layers) < len(sinks.mean):
         verb = "is" if len(layers) == 1 else "are"
-        counted_layers = f"the {len(layers)} of {len(sinks.mean)} layers that {verb} not linear"
+        counted_layers = f"the {len(layers)} of {counted(len(sinks.mean), 'layer')} that {verb} not linear"
     most = max(layers, key=lambda layer: sinks.mean[layer].item())
     return [
         f"Later tokens give {percent(mean_of_known(sinks.mean))} of their attention to the first token, on average "

@@ -20,7 +20,7 @@ import torch
 from attnres.utils.extras import require_extra
 from attnres.utils.wording import counted
 
-from .inspection import LABELS, Inspection
+from .inspection import LABELS, PASSAGE_TOKENS, Inspection, passage_tokens
 from .key_numbers import MISSING, differences, key_numbers, number
 from .overview import overview
 from .record import plain, versions
@@ -126,6 +126,7 @@ def render(inspections: Sequence[Inspection], figures: Mapping[str, str], files:
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     return environment.get_template("report.html").render(
+        counted=counted,
         title=f"{' and '.join(dict.fromkeys(str(i.model['name']) for i in inspections))} across depth",
         two=is_comparison,
         models=[
@@ -194,7 +195,20 @@ def _strips(inspections: Sequence[Inspection]) -> list[dict[str, Any]]:
     words = [inspection.passage.words for inspection in inspections]
     is_shared = len(words) == 2 and words[0] == words[1]
     model_indices = [[0, 1]] if is_shared else [[index] for index in range(len(words))]
-    return [{"models": indices, "words": [_word(word) for word in words[indices[0]]]} for indices in model_indices]
+    return [
+        {
+            "models": indices,
+            "words": [_word(word) for word in words[indices[0]]],
+            "shortened_to": _shortened_to(inspections[indices[0]]),
+        }
+        for indices in model_indices
+    ]
+
+
+def _shortened_to(inspection: Inspection) -> int | None:
+    """Return how many tokens the passage has, if it has fewer because the model is deep; else `None`."""
+    limit = passage_tokens(inspection.depth)
+    return limit if limit < min(PASSAGE_TOKENS, inspection.text["length"]) else None
 
 
 def _word(word: str) -> _Word:

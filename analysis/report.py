@@ -1,8 +1,8 @@
 """Write an inspection to a directory: the page `report.html`, figures as PNG and SVG, numbers as JSON and CSV."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,9 +36,8 @@ def write_report(inspections: Sequence[Inspection], out: str | os.PathLike, over
         fill(folder, inspections)
 
 
-@contextmanager
-def report_directory(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Path]:
-    """Make a new directory that gets the name `out` when the block ends.
+def report_directory(out: str | os.PathLike, overwrite: bool = False) -> AbstractContextManager[Path]:
+    """Return a context manager that makes a new directory, which gets the name `out` when the block ends.
 
     Enter the block before long work: an `out` that cannot be written raises an error at once.
 
@@ -46,15 +45,14 @@ def report_directory(out: str | os.PathLike, overwrite: bool = False) -> Iterato
         out: The directory to write.
         overwrite: Whether to replace `out` if it holds a report and nothing else.
 
-    Yields:
-        The new, empty directory. It is removed if the block raises an error.
+    Returns:
+        The context manager, whose value is the new, empty directory. It is removed if the block raises an error.
 
     Raises:
         FileExistsError: `out` exists and must not be replaced.
         OSError: The directory cannot be made.
     """
-    with atomic_directory(out, WRITTEN_REPORT, overwrite=overwrite) as folder:
-        yield folder
+    return atomic_directory(out, WRITTEN_REPORT, overwrite=overwrite)
 
 
 def fill(folder: Path, inspections: Sequence[Inspection]) -> None:

@@ -1,11 +1,11 @@
-"""Write tables of results into Markdown pages, between marks.
+"""Format tables of results in Markdown, and write them into pages, between marks.
 
 Pages of this project show numbers that commands measure. A page marks the place of each table. The command that
 measures the numbers replaces the table there.
 """
 
 import os
-import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from attnres.utils.files import atomic_write, locked
@@ -31,18 +31,19 @@ def update_tables(path: Path, tables: dict[str, str]) -> None:
         atomic_write(path, _with_tables(path, _read(path), tables))
 
 
-def check_tables(path: Path, prefix: str) -> None:
-    """Check that [`update_tables`] can write the tables of a page. Call this before long work.
+def markdown(columns: Iterable[str], rows: Iterable[Iterable[str]], texts: int | None = None) -> str:
+    """Return a table in Markdown.
 
     Args:
-        path: The Markdown file, which need not exist.
-        prefix: The beginning of the names of the marks to check.
-
-    Raises:
-        ValueError: As for [`update_tables`].
+        columns: The heads of the columns.
+        rows: The cells of each row.
+        texts: How many of the first columns hold text. The others hold numbers, and are aligned to the right. `None`
+            aligns no column.
     """
-    text = _read(path)
-    _with_tables(path, text, dict.fromkeys(re.findall(rf"<!-- ({re.escape(prefix)}.*?) -->", text), ""))
+    columns = [*columns]
+    num_texts = len(columns) if texts is None else texts
+    rule = ["---"] * num_texts + ["---:"] * (len(columns) - num_texts)
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def _read(path: Path) -> str:
@@ -68,4 +69,4 @@ def _with_tables(path: Path, text: str, tables: dict[str, str]) -> str:
     return text
 
 
-__all__ = ["check_tables", "update_tables"]
+__all__ = ["markdown", "update_tables"]

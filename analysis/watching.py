@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnres import BACKBONES
-from attnres.conversion import retrofit
+from attnres.conversion.retrofit import check_in_memory, retrofit_part
 
 from .batches import Batch, inputs_of, predicted_mask
 
@@ -70,7 +70,8 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
             f"the model type {model.config.model_type!r} cannot be inspected: it must be one of "
             f"{', '.join(map(repr, BACKBONES))}, or of the family. `attnres.add_backbone` adds another backbone."
         )
-    member = retrofit(model, "standard")
+    check_in_memory(model)
+    member = retrofit_part(model, "standard")
     # The member's modules are new, so `accelerate` must place them again.
     device_map = getattr(model, "hf_device_map", {})
     return dispatch_model(member, device_map) if len(set(device_map.values())) > 1 else member

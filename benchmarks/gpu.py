@@ -41,6 +41,7 @@ PARTS: dict[str, tuple[ModuleType, float]] = {
     "tiles": (gpu_tiles, 1.0),
 }
 ON_REQUEST = ("tiles",)
+MINUTES = 9.0  # time limit of a whole run
 MARGIN = 10  # seconds kept free at the end, for stopping
 
 
@@ -56,32 +57,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks --device cuda", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=["cuda"], default="cuda", help="selects the GPU run")
     parser.add_argument("--out", type=Path, help="folder for gpu.json and gpu.md; without it nothing is written")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run (default: 9)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit of the whole run (default: 9)")
     parser.add_argument("--only", choices=list(PARTS), action="append", help="run only this part; may be repeated")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; no measurement")
     options = parser.parse_args(arguments)
     if not options.minutes > 0:
         parser.error(f"--minutes must be more than 0, not {options.minutes:g}.")
-    if not torch.cuda.is_available() and not options.quick:
-        print("benchmarks: PyTorch finds no GPU. Add --quick to run tiny sizes without one.", file=sys.stderr)
-        return 1
-    return run_gpu(
-        options.only or [part for part in PARTS if part not in ON_REQUEST], options.out, options.minutes, options.quick
-    )
+    return run_gpu(options.only, options.out, options.minutes, options.quick)
 
 
-def run_gpu(parts: list[str], out: Path | None, minutes: float, quick: bool) -> int:
+def run_gpu(parts: list[str] | None, out: Path | None, minutes: float = MINUTES, quick: bool = False) -> int:
     """Measure the parts, print a table of each, and store every row.
 
     Args:
-        parts: names of `PARTS`, in the order in which they run.
+        parts: names of `PARTS`, in the order in which they run; `None` for all that run without a request.
         out: folder for the results; nothing is written if `None`.
         minutes: time limit of the whole run.
         quick: take tiny sizes.
 
     Returns:
-        The exit status: 1 if an implementation or a test is wrong.
+        The exit status: 1 if there is no GPU, or an implementation or a test is wrong.
     """
+    if not torch.cuda.is_available() and not quick:
+        print("benchmarks: PyTorch finds no GPU. Add --quick to run tiny sizes without one.", file=sys.stderr)
+        return 1
+    parts = parts or [part for part in PARTS if part not in ON_REQUEST]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     clock = Clock(max(1.0, 60 * minutes - MARGIN))
     results = Results(describe(device) | {"minutes": minutes, "quick": quick}, out)

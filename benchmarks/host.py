@@ -192,19 +192,19 @@ def tables(rows: list[dict]) -> dict[str, Table]:
     missing = sorted({f"{name} did not run: {why}." for row in rows for name, why in row["missing"].items()})
     versions = ", ".join(f"{name} {number}" for name, number in rows[0]["peers"].items()) if rows else ""
     note = " ".join([*([f"Measured with {versions}."] if versions else []), *missing])
-    own, in_model = f"{OURS} / {FLOOR}", f"{IN_MODEL} / {FLOOR}"
+    single, in_model = f"{OURS} / {FLOOR}", f"{IN_MODEL} / {FLOOR}"
     alone, in_turn, with_norm = [], [], []
     for row in rows:
         if row["pass"] == "read and norm":
             with_norm.append([row["dtype"], row["sources"], cell(row, f"{APART} / {TOGETHER}")])
             continue
         if row["pass"] != "reads in turn":
-            line = [row["pass"], row["dtype"], row["sources"], cell(row, own), judge(row, own, TARGET, False)]
+            line = [row["pass"], row["dtype"], row["sources"], cell(row, single), judge(row, single, TARGET, False)]
             alone.append([*line, cell(row, in_model), *_libraries(row, OURS)])
             continue
         line = [row["dtype"], row["sources"], cell(row, in_model), *_libraries(row, IN_MODEL)]
         in_turn.append([*line, *(cell(row, f"{by_name(name)} / {IN_MODEL}") for name in LIBRARIES)])
-    columns = ["pass", "dtype", "sources", own, "target", in_model, *_library_columns(OURS)]
+    columns = ["pass", "dtype", "sources", single, "target", in_model, *_library_columns(OURS)]
     columns_in_turn = ["dtype", "sources", in_model, *_library_columns(IN_MODEL)]
     columns_in_turn += [f"{by_name(name)} / {IN_MODEL}" for name in LIBRARIES]
     title = "Host time of one aggregation on a GPU, launches left out"

@@ -5,7 +5,6 @@ is `[..., D]`, and `h` is like a source. All but `inkling2` compute `attnres.dep
 """
 
 from collections.abc import Callable, Sequence
-from inspect import isfunction, signature
 
 import torch
 import torch.nn.functional as F
@@ -60,15 +59,9 @@ PEERS: dict[str, Peer] = {"pseudocode": pseudocode, "fla naive": fla_naive, "ink
 
 
 def gpu_peers() -> dict[str, Peer]:
-    """Return the functions of `peers_gpu` that have the signature of a peer, by name; nothing without a GPU."""
+    """Return the kernels of libraries by the names of their columns; nothing without a GPU."""
     if not torch.cuda.is_available():
         return {}
-    from . import peers_gpu
+    from .peers_gpu import PEERS
 
-    arguments = list(signature(pseudocode).parameters)
-    functions = {name: value for name, value in vars(peers_gpu).items() if isfunction(value) and name[0] != "_"}
-    return {
-        name.replace("_", " "): function
-        for name, function in functions.items()
-        if list(signature(function).parameters)[:4] == arguments
-    }
+    return PEERS

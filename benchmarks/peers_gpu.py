@@ -97,3 +97,13 @@ def _stacked(sources: Sequence[Tensor]) -> Tensor:
     if width & (width - 1):
         raise ValueError(f"the width must be a power of two, not {width}.")
     return torch.stack(tuple(sources)).view(len(sources), 1, -1, width)
+
+
+# Name of a column -> its function.
+PEERS = {
+    "fla fused": fla_fused,
+    "liger": liger,
+    "fast attnres": fast_attnres,
+    "flash attn res": flash_attn_res,
+    "flash attn res two phases": flash_attn_res_two_phases,
+}

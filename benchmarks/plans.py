@@ -1,6 +1,6 @@
 """Write the tables of layouts: `python -m benchmarks.plans`. No device is needed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from attnres.analysis.planning import (
     search,
     trace,
 )
-from attnres.analysis.tables import update_tables
+from attnres.analysis.tables import markdown, update_tables
 from attnres.commands.plan import gathered, gigabytes
 from attnres.configuration import load
 from attnres.conversion.family import retrofit_config
@@ -47,13 +47,6 @@ SERVED = {
 BANDWIDTHS = (25e9, 50e9, 450e9)  # bytes per second: 200 and 400 Gbit/s of a network, and links within a node
 
 
-def markdown(heading: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table in Markdown."""
-    heading = [*heading]
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def llama_70b() -> ResidualConfig:
     """Return a Llama of 70B parameters with Block AttnRes, for the shape alone."""
     config = LlamaConfig(
@@ -70,14 +63,14 @@ def rows(jobs: dict[str, tuple[int, int, tuple[int, ...]]], training: bool) -> I
         costs = Costs(config, Job(1, context, tokens, training))
         for count in counts:
             for device in (H100, H200):
-                found = search(costs, device, replace(costs.job, devices=count))
+                result = search(costs, device, replace(costs.job, devices=count))
                 head = [f"`{name}`" if name != LLAMA else name, f"{count:,}", gigabytes(device.memory)]
-                if not found.fitting:
-                    part = found.nearest.dominant_memory
-                    text = f"none; the nearest needs {gigabytes(found.nearest.total_memory)} GB, mostly {part}"
+                if not result.fitting:
+                    part = result.nearest.dominant_memory
+                    text = f"none; the nearest needs {gigabytes(result.nearest.total_memory)} GB, mostly {part}"
                     yield [*head, text, *[""] * (7 if training else 5)]
                     continue
-                yield [*head, *cells(found.fitting[0], count, training)]
+                yield [*head, *cells(result.fitting[0], count, training)]
 
 
 def cells(plan: Plan, devices: int, training: bool) -> Iterator[str]:

@@ -44,7 +44,8 @@ BUSY = 0.05  # share of the machine that other processes may take before a run i
 def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
     """Measure each part, print its rows as they are measured and its tables, and store it before the next one begins.
 
-    A run that is stopped stores the rows that it has, as `{part}.json`, or `{part}.stopped.json` beside whole results.
+    A run that is stopped or fails stores the rows that it has, as `{part}.json`, or `{part}.stopped.json` beside whole
+    results.
 
     Args:
         parts: names of `PARTS`.
@@ -66,7 +67,7 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
                 rows.append(row)
                 # Not by `rich`, which writes a line again if a signal comes while it writes.
                 print(_line(row), flush=True)
-        except (KeyboardInterrupt, SystemExit):  # as the command raises them on SIGINT and SIGTERM
+        except BaseException:  # signals too, which the command turns into KeyboardInterrupt and SystemExit
             if rows and out is not None:
                 path = out / f"{name}.json"
                 # The results of a whole run stay.
@@ -75,6 +76,8 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
                 print(f"Stopped. Rows measured so far: {len(rows)}, stored in {path}", flush=True)
             raise
         busy = others.share()
+        if out is not None:
+            store(out / f"{name}.json", _content(about, setting, busy, rows))
         tables = PARTS[name].tables(rows)
         for table in tables.values():
             console.print(table)
@@ -82,7 +85,6 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
             console.print(f"Other processes took {busy:.0%} of the processors. Measure again on an idle machine.")
         if out is None:
             continue
-        store(out / f"{name}.json", _content(about, setting, busy, rows))
         readme = HERE / "README.md" if out.resolve() == HERE / "results" else out / "README.md"
         shown = {key: markdown(table) for key, table in tables.items()}
         if name in FIGURES:

@@ -76,7 +76,7 @@ def bench(
     try:
         with loading():
             if device == Device.cuda:
-                from benchmarks.gpu import main as on_gpu
+                from benchmarks.gpu import run_gpu
             else:
                 from benchmarks.run import HERE, PARTS, run_bench
                 from benchmarks.timing import Setting
@@ -88,7 +88,7 @@ def bench(
             "benchmarks are not part of the package."
         ) from error
     if device == Device.cuda:
-        raise typer.Exit(on_gpu([*(["--out", str(out)] if out else []), *(["--quick"] if quick else [])]))
+        raise typer.Exit(run_gpu(None, out, quick=quick))
     if find_spec("numba") is None:
         raise ModuleNotFoundError(
             f"attnres bench needs the package numba for the compiled loops: {install_command('cpu')}"

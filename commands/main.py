@@ -4,7 +4,9 @@ The exit status is 0 for success, 1 for failure (with one line on stderr), 2 for
 after SIGTERM.
 """
 
+import io
 import os
+import sys
 
 from .guard import guarded
 
@@ -17,6 +19,9 @@ def main(command: str | None = None) -> None:
     """
     if os.environ.get("COLUMNS") == "0":  # of a terminal without a known width; `rich` would print nothing
         del os.environ["COLUMNS"]
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A terminal that is not UTF-8 has no characters for spinners. (stderr is never strict.)
+        sys.stdout.reconfigure(errors="replace")
     with guarded():
         # Imported within the guard, so that a signal during the import gives one line too.
         from typer.main import get_command

@@ -20,7 +20,13 @@ def push(
             help="Repository to push to, as ORG/NAME; a bare NAME is in your account. A missing repository is created.",
         ),
     ],
-    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private",
+            help="Create a private repository.  [default: public, unless the organization makes new ones private]",
+        ),
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to push to; a missing branch is created.")] = None,
     create_pr: Annotated[
         bool, typer.Option("--create-pr", help="Open a pull request instead of changing the branch.")

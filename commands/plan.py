@@ -26,6 +26,7 @@ from attnres.conversion.family import member_config
 from attnres.conversion.whole import check_source_sizes
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
+from attnres.utils.wording import counted
 
 from .one_line import in_one_line
 
@@ -60,22 +61,23 @@ def run_plan(
         with in_one_line(source, "model"):
             # Numbers that no model can have show here, and the traces are kept.
             costs.trace(1)
-        found = search(costs, device, runnable=runnable)
-        if not found.fitting:
-            raise ValueError(explain_miss(found, costs, device, runnable=runnable))
+        result = search(costs, device, runnable=runnable)
+        if not result.fitting:
+            raise ValueError(explain_miss(result, costs, device, runnable=runnable))
     if as_json:
-        plans = records(found, job.training)
+        plans = records(result, job.training)
         print(json.dumps({"source": source, "job": asdict(job), "device": asdict(device), "plans": plans}))
         return
     # A row is one line, also where the terminal is narrow or there is none.
     console = Console(width=max(180, Console().width))
-    printed = found.fitting[:shown]
+    printed = result.fitting[:shown]
     console.print(plan_table(printed, job.training))
     missing = dict.fromkeys(missing_engine(plan.layout, job.training) for plan in printed)  # in the order of the table
     for reason in filter(None, missing):
         console.print(f"Does not run here: {reason}.", highlight=False)
     console.print(
-        f"{len(found.fitting)} layouts fit into {gigabytes(found.limit)} GB of {gigabytes(device.memory)} GB. "
+        f"{counted(len(result.fitting), 'layout')} {'fits' if len(result.fitting) == 1 else 'fit'} into "
+        f"{gigabytes(result.limit)} GB of {gigabytes(device.memory)} GB. "
         "Memory is counted; times are estimates.",
         highlight=False,
     )
@@ -140,23 +142,23 @@ def gathered(layout: Layout) -> str:
     return "per layer" if layout.reshard else "per step" if layout.shard > 1 else "-"
 
 
-def records(found: Search, training: bool) -> list[dict]:
+def records(result: Search, training: bool) -> list[dict]:
     """Return all plans that fit as values of JSON."""
     return [
         asdict(plan) | {"total_memory": plan.total_memory, "missing_engine": missing_engine(plan.layout, training)}
-        for plan in found.fitting
+        for plan in result.fitting
     ]
 
 
-def explain_miss(found: Search, costs: Costs, device: Device, *, runnable: bool = False) -> str:
+def explain_miss(result: Search, costs: Costs, device: Device, *, runnable: bool = False) -> str:
     """Explain in one line why no layout fits, and name remedies."""
-    nearest, job = found.nearest, costs.job
+    nearest, job = result.nearest, costs.job
     layout, part = nearest.layout, nearest.dominant_memory
     names = ("data", "tensor", "pipeline", "expert", "shard")
     division = ", ".join(f"{name} {getattr(layout, name)}" for name in names)
     text = (
         f"No layout of {job.devices} devices fits: the nearest ({division}) needs {gigabytes(nearest.total_memory)} GB "
-        f"of {gigabytes(found.limit)} GB, mostly {part} ({gigabytes(nearest.memory[part])} GB)."
+        f"of {gigabytes(result.limit)} GB, mostly {part} ({gigabytes(nearest.memory[part])} GB)."
     )
     enough = devices_that_fit(costs, device, runnable=runnable)
     helps = [f"{enough} devices would do"] if enough else []

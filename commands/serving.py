@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import IO
 
 from attnres.analysis.report_files import NUMBERS, PAGE, report_files, report_names
@@ -152,7 +153,8 @@ def serve(folder: Path) -> None:
     with ReportServer(folder) as server:
         address = f"http://127.0.0.1:{server.server_port}/{PAGE}"
         print(f"{address}  (Ctrl-C ends it)", flush=True)
-        webbrowser.open(address)
+        # A text browser keeps `open` waiting until it is left, and needs answers meanwhile.
+        Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         server.serve_forever()
 
 

@@ -170,7 +170,8 @@ def _plan_loadable(source: ConversionSource) -> KimiK3Plan:
     left = _names_of_code(released) if released.get(AUTO_MAP) != fields[AUTO_MAP] else []
     note = f"Left out: {' and '.join(left)} of {CONFIG_NAME}. The result loads by the code of this package alone."
     return KimiK3Plan(
-        *(source.checkpoint, config),
+        source.checkpoint,
+        config,
         unused=unused,
         has_head=head,
         texts=texts,
@@ -199,7 +200,8 @@ def _plan_release(source: ConversionSource) -> KimiK3Plan:
         files = _files_of_code(json.loads(text), source.folder / RECORD)
         notes = [f"Copy these files from the release: {', '.join(files)}."] if files else []
     return KimiK3Plan(
-        *(source.checkpoint, config),
+        source.checkpoint,
+        config,
         unused=unused,
         has_head=head,
         texts={CONFIG_NAME: text},

@@ -186,7 +186,6 @@ __all__ = [
     "added_tensors",
     "backbone_config",
     "member_config",
-    "member_type",
     "retrofit_config",
     "retrofit_fields",
     "retrofit_options",

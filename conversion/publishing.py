@@ -85,7 +85,8 @@ class UploadOptions:
     """The options of an upload.
 
     Attributes:
-        private: Whether a new repository is private. An existing public one is refused.
+        private: Whether a new repository is private; if not, the default of its organization decides. With `True`, an
+            existing public repository is refused.
         revision: The branch. It is made if it does not exist.
         create_pr: Whether to open a pull request instead of changing the branch, which must exist then.
         message: The message of the first commit. By default "Upload model".
@@ -407,7 +408,8 @@ def _make_repository(api: HfApi, repo: str, private: bool) -> str:
     try:
         info = api.model_info(repo if "/" in repo else f"{api.whoami()['name']}/{repo}")
     except RepositoryNotFoundError:
-        return api.create_repo(repo, private=private, exist_ok=True).repo_id
+        # Without a visibility, the Hub follows the default of the organization, which may be private.
+        return api.create_repo(repo, private=private or None, exist_ok=True).repo_id
     if private and not info.private:
         raise ValueError(f"{info.id} exists and is public: --private cannot make it private. Choose another name.")
     return info.id

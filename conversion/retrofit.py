@@ -47,10 +47,10 @@ def retrofit(
     Raises:
         TypeError: `model_or_path` is neither a model of `transformers` nor a name, or wraps the model, as
             `torch.compile` and `DataParallel` do.
-        ValueError: The backbone is not supported, has another residual connection already, is quantised or offloaded;
-            or the connection does not exist, cannot start as the standard one, or has no such option; or the head
-            shares its tensor with a module other than the embedding, which no checkpoint can express; or the model has
-            adapters or compiled parts inside.
+        ValueError: The backbone is not supported, has another residual connection already, is quantised, offloaded
+            or on several devices; or the connection does not exist, cannot start as the standard one, or has no such
+            option; or the head shares its tensor with a module other than the embedding, which no checkpoint can
+            express; or the model has adapters or compiled parts inside.
         OSError, RuntimeError: The directory or repository is missing, damaged or incomplete.
     """
     source = model_or_path
@@ -58,10 +58,27 @@ def retrofit(
         with _family_tensors_in_float32():
             source = load_whole(AutoModelForCausalLM, str(model_or_path), dtype="auto")
     _check_plain(source, "a model, a directory or a Hub id")
-    offloaded = [name for name, parameter in source.named_parameters() if parameter.is_meta]
-    if offloaded:
-        raise ValueError(f"`{offloaded[0]}` is offloaded or on the meta device; load the model without `device_map`.")
+    check_in_memory(source)
+    devices = sorted({str(device) for device in (getattr(source, "hf_device_map", None) or {}).values()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model is spread over the devices {', '.join(devices)}, by hooks that a retrofit would lack. Retrofit "
+            "its directory with `attnres convert`, or a model on one device, and load the result with `device_map`."
+        )
     return retrofit_part(source, residual, **options)
+
+
+def check_in_memory(source: PreTrainedModel) -> None:
+    """Raise unless a model holds all its parameters.
+
+    Args:
+        source: The model.
+
+    Raises:
+        ValueError: A parameter is offloaded or on the meta device.
+    """
+    if offloaded := next((name for name, parameter in source.named_parameters() if parameter.is_meta), None):
+        raise ValueError(f"`{offloaded}` is offloaded or on the meta device; load the model without `device_map`.")
 
 
 def retrofit_part(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, **options: Any) -> PreTrainedModel:
@@ -217,4 +234,4 @@ def _device_beside(source: PreTrainedModel, name: str) -> torch.device:
     return next(owner.parameters()).device
 
 
-__all__ = ["retrofit", "retrofit_part"]
+__all__ = ["check_in_memory", "retrofit", "retrofit_part"]

@@ -129,4 +129,4 @@ def _is_likely(secret: bytes) -> bool:
     return len(set(secret)) > _PLACEHOLDER_CHARACTERS and not _EXAMPLES.search(secret)
 
 
-__all__ = ["Secret", "find_secrets"]
+__all__ = ["find_secrets"]

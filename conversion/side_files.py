@@ -7,7 +7,7 @@ by `source_code.py`, if the user trusts it.
 import shutil
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from attnres.utils.model_files import OTHER_PATTERNS, TOKENIZER_PATTERNS
@@ -44,8 +44,8 @@ def copy_side_files(
     paths = _side_files(folder)
     notes = []
     tokenizer = read_object(folder / _TOKENIZER_CONFIG) if (folder / _TOKENIZER_CONFIG).exists() else {}
-    loaded_as = _tokenizer_class(tokenizer, folder)
-    needs_code = bool(references(tokenizer, folder / _TOKENIZER_CONFIG)) and loaded_as is None
+    loaded = _load_tokenizer(tokenizer, folder)
+    needs_code = bool(references(tokenizer, folder / _TOKENIZER_CONFIG)) and loaded is None
     if needs_code and not trust_remote_code:
         notes.append(
             "Left out: the tokenizer, which does not load without code that came with the source. "
@@ -63,8 +63,12 @@ def copy_side_files(
         _copy_legacy_generation_config(folder, target)
         path = target / GENERATION_CONFIG_NAME
         notes += _settle_code(path, path, folder, target, trust_remote_code)
-    if loaded_as is not None:
-        _name_tokenizer_class(loaded_as, target)
+    if loaded is not None:
+        _name_tokenizer_class(type(loaded).__name__, target)
+        backend = getattr(loaded, "backend_tokenizer", None)
+        if getattr(backend, "fix_mistral_regex", False):
+            # `transformers` corrects this tokenizer as it loads, but only beside the `config.json` of a Mistral.
+            backend.save(str(target / "tokenizer.json"))
     return notes
 
 
@@ -116,15 +120,15 @@ def _copy_legacy_generation_config(folder: Path, target: Path) -> None:
     config.to_json_file(target / GENERATION_CONFIG_NAME)
 
 
-def _tokenizer_class(tokenizer: dict, folder: Path) -> str | None:
-    """Return the class that `AutoTokenizer` loads without code of the source, or None if it loads no tokenizer."""
+def _load_tokenizer(tokenizer: dict, folder: Path) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer that `AutoTokenizer` loads without code of the source, or None if it loads none."""
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
     try:
         # It also makes a configuration of `config.json`, by a class that may be another than the model's: that of Kimi
         # Linear for the text model of Kimi K3. Its warnings do not concern the tokenizer.
         with quiet_transformers():
-            return type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).__name__
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
         path = folder / "tokenizer.json"
         if path.exists() and AUTO_MAP not in tokenizer:

@@ -59,11 +59,11 @@ class DeclaredComparison:
     keep: Path | None = None
     compiled: bool = False
 
-    def make(self, wanted: Sequence[tuple[str, float, int, int]]) -> None:
+    def make(self, settings: Sequence[tuple[str, float, int, int]]) -> None:
         """Make the runs that the store lacks.
 
         Args:
-            wanted: The label of the connection, learning rate, tokens and seed of each run.
+            settings: The label of the connection, learning rate, tokens and seed of each run.
 
         Raises:
             ValueError: The store holds runs on another text of the same name, or a folder for a model exists.
@@ -71,7 +71,7 @@ class DeclaredComparison:
         self.store.read()
         self.store.check_text(self.data.fingerprint)
         plan = []
-        for label, rate, tokens, seed in wanted:
+        for label, rate, tokens, seed in settings:
             recipe = {"connection": self.experiment.connections[label], "rate": rate, "tokens": tokens}
             name = f"{label}, rate {rate}, {tokens:,} tokens"
             plan.append(PlannedRun(name, recipe, seed, self.experiment.steps(tokens)))
@@ -160,9 +160,9 @@ class DeclaredComparison:
             tokens: The tokens of a run; `None` for all.
             selecting: Whether to return the runs that choose settings, instead of those that are reported.
         """
-        wanted = {"connection": self.experiment.connections[label], "rate": rate, "tokens": tokens}
-        wanted = {name: value for name, value in wanted.items() if value is not None}
-        return [run for run in self.store.select(selecting) if wanted.items() <= run["recipe"].items()]
+        recipe = {"connection": self.experiment.connections[label], "rate": rate, "tokens": tokens}
+        given = {name: value for name, value in recipe.items() if value is not None}
+        return [run for run in self.store.select(selecting) if given.items() <= run["recipe"].items()]
 
     def swept(self, label: str) -> dict[float, float]:
         """Return learning rate -> loss on the selection text, of the rates that the sweep has tried so far."""
@@ -178,7 +178,8 @@ class DeclaredComparison:
     def choose_rates(self, labels: Sequence[str]) -> dict[str, float]:
         """Return the learning rates that connections are reported at: declared, or chosen by a sweep."""
         declared = {label: rate for label in labels if (rate := self.experiment.rate_of(label))}
-        return declared or self.sweep(labels)
+        others = [label for label in labels if label not in declared]
+        return declared | (self.sweep(others) if others else {})
 
     def sweep(self, labels: Sequence[str]) -> dict[str, float]:
         """Make the runs of the sweep, and return the best learning rate of each connection.
@@ -186,16 +187,16 @@ class DeclaredComparison:
         The sweep tries the declared rates, and goes on beyond them while the best is the last one tried.
         """
         tokens = self.experiment.sweep_tokens
-        wanted = [(label, rate, tokens, SELECTION_SEED) for label in labels for rate in self.experiment.rates]
-        while wanted:
-            self.make(wanted)
-            best, wanted = {label: self.best_rate(label) for label in labels}, []
+        pending = [(label, rate, tokens, SELECTION_SEED) for label in labels for rate in self.experiment.rates]
+        while pending:
+            self.make(pending)
+            best, pending = {label: self.best_rate(label) for label in labels}, []
             for label, rate in best.items():
                 tried = self.swept(label)
                 if rate == max(tried):
-                    wanted.append((label, rate * BEYOND, tokens, SELECTION_SEED))
+                    pending.append((label, rate * BEYOND, tokens, SELECTION_SEED))
                 elif rate == min(tried):
-                    wanted.append((label, rate / BEYOND, tokens, SELECTION_SEED))
+                    pending.append((label, rate / BEYOND, tokens, SELECTION_SEED))
         return best
 
     def shown(self, tokens: int | None = None, rates: Mapping[str, float] | None = None) -> "ShownRuns":
@@ -212,8 +213,8 @@ class DeclaredComparison:
         baseline = runs.get(BASELINE, {})
         # Differences are within seeds: a run that shares no seed with the baseline is not shown.
         pairs = {
-            label: [(own[seed], baseline[seed]) for seed in sorted(own.keys() & baseline)]
-            for label, own in runs.items()
+            label: [(by_seed[seed], baseline[seed]) for seed in sorted(by_seed.keys() & baseline)]
+            for label, by_seed in runs.items()
         }
         return ShownRuns(self, tokens, {label: rates[label] for label in rates if pairs[label]}, pairs)
 

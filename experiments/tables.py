@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from attnres.analysis.tables import markdown as markdown_table
 from attnres.configuration import count_parameters
 
 from .costs import TITLES
@@ -26,9 +27,7 @@ def markdown(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
         rows: The cells, the head first.
         texts: How many of the first columns hold text. The others hold numbers.
     """
-    head, *rest = rows
-    rule = ["---"] * texts + ["---:"] * (len(head) - texts)
-    return "\n".join([f"| {' | '.join(head)} |", f"|{'|'.join(rule)}|", *(f"| {' | '.join(row)} |" for row in rest)])
+    return markdown_table(rows[0], rows[1:], texts=texts)
 
 
 def spread(values: Sequence[float], sign: str = "") -> str:

@@ -162,7 +162,7 @@ def status(console: Console, message: str) -> Iterator[Callable[[str], None]]:
 
 def _draws(console: Console) -> bool:
     """Return whether `rich` can draw a bar on the console."""
-    return console.is_terminal or console.is_jupyter
+    return console.is_interactive or console.is_jupyter  # a dumb terminal is not interactive
 
 
 __all__ = ["Pace", "ProgressBar", "print_line", "show_duration", "status"]

@@ -51,20 +51,20 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any
             is nested too deeply. The message is one line that does not name the file.
         ValueError: A value does not fit its tag. The message is one line that does not name the file.
     """
-    reader = loader(text)
+    parser = loader(text)
     try:
-        node = reader.get_single_node()
+        node = parser.get_single_node()
         if node is None:
             return None
         _check_size(node)
-        return reader.construct_document(node)
+        return parser.construct_document(node)
     except RecursionError:
         raise UnboundedYaml("its values are nested too deeply") from None
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         # PyYAML's constructors raise these for `!!int ''`, `!!timestamp x` or `!!bool x`.
         raise ValueError(f"a value does not fit its tag ({error!r})") from error
     finally:
-        reader.dispose()
+        parser.dispose()
 
 
 def read_yaml(path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:

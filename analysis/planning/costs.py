@@ -141,7 +141,8 @@ class Costs:
         key = layout.tensor, layout.checkpointing, layout.pipeline, layout.virtual, rank, microbatches
         if key not in self._kept:
             traced, stages = self.trace(layout.tensor), self.of_rank(layout, rank)
-            # What a micro-batch keeps that has passed so many of the stages. They share blocks.
+            # For n = 0, 1, ...: the bytes that a micro-batch keeps once it has passed the rank's first n stages. Stages
+            # share block states, so each counts once.
             kept = [traced.kept(layout.checkpointing, stages[:number]) for number in range(len(stages) + 1)]
             schedule = "Interleaved1F1B" if layout.virtual > 1 else "1F1B"
             actions = rank_actions(schedule, rank, layout.pipeline, microbatches, layout.virtual)
@@ -182,7 +183,10 @@ class Costs:
         return 2 * 2 * heads * width * pairs
 
     def attention_part(self, tensor: int) -> float:
-        """Return the part of these that one of `tensor` devices computes: all, if the plan leaves attention whole."""
+        """Return the share of `attention_flops` that each of `tensor` devices computes.
+
+        It is 1 if the plan does not divide attention.
+        """
         plan = self.config.base_model_tp_plan or {}
         is_divided = any(style in ("rowwise", "rowwise_rep") and ".mlp." not in name for name, style in plan.items())
         return 1 / tensor if is_divided else 1.0

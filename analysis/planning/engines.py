@@ -26,7 +26,7 @@ def missing_engine(layout: Layout, training: bool) -> str | None:
 
 
 def _missing_beside_pipeline(layout: Layout) -> str | None:
-    """Return the same for training in a pipeline."""
+    """Return why `attnres train` does not run a layout with pipeline stages; `None` if it does."""
     if layout.tensor > 1:
         return "tensor parallelism beside a pipeline"
     if layout.expert > 1:

@@ -32,8 +32,8 @@ def plan_serving(costs: Costs, layout: Layout, device: Device) -> Plan:
     }
     flops = 2 * sum(of_stage.activated for of_stage in weights) * sequences
     flops += costs.attention_flops(1) * costs.attention_part(layout.tensor) * sequences
-    # With stages, the sequences are as many groups, and each stage works for another one. So each reads its weights
-    # for each group, and the rest is divided.
+    # A pipeline of P stages splits the sequences into P groups, one per stage at any moment. Each stage reads its
+    # weights once per group. All other work is divided by P.
     experts, used = costs.experts
     tokens = sequences / layout.pipeline * max(1, layout.expert / layout.tensor)  # that choose among the same experts
     chosen = 1 - (1 - used / experts) ** tokens  # share of the experts that are chosen by any, if all are as likely

@@ -51,7 +51,7 @@ def fullest_moment(actions: Sequence[Action], kept: Sequence[float]) -> list[int
 
     Args:
         actions: The actions of the rank, of `schedules.rank_actions`.
-        kept: The cost of a micro-batch that has passed 0, 1, ... of the rank's stages; it keeps something for each.
+        kept: `kept[n]` is the number of bytes that a micro-batch holds after n of the rank's stages.
 
     Returns:
         For each micro-batch that waits for a backward pass at that moment, the number of stages that it has passed.

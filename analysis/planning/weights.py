@@ -91,7 +91,7 @@ class StageWeights:
         stored: Numbers that it stores between steps, its shard of `computed`.
         optimizer: Bytes of the optimizer's states.
         bytes: Bytes of `computed` in the model's dtype.
-        expert_bytes: The part of these that are of routed experts.
+        expert_bytes: The bytes of routed experts, included in `bytes`.
         activated: Numbers that one token is multiplied with, on average over the devices of an expert group.
         gathered: Numbers that a gather of all weights brings to the device, without those of routed experts.
         gathered_experts: The same for routed experts.

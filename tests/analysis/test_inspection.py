@@ -21,6 +21,7 @@ from attnres.analysis import (
     depth_attention,
     depth_mixing,
     inspect_model,
+    inspection,
     magnitudes,
     mixing_matrix,
     write_report,
@@ -224,12 +225,17 @@ def test_the_digest_of_a_text_is_that_of_the_whole_file_and_its_mark_is_left_out
     assert InspectedText("text", "é").sha256 == hashlib.sha256("é".encode()).hexdigest()
 
 
-def test_no_more_tokens_are_read_than_given(source, tokenizer, text, tmp_path):
+def test_no_more_tokens_are_read_than_given(source, tokenizer, text, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(text.content)
     model = retrofit(source, num_blocks=3)
     result = inspect_model(model, tokenizer, tmp_path / "text.txt", tokens=20, intervention_tokens=0)
     assert (result.text["tokens"], result.text["sequences"], result.text["length"]) == (20, 1, 20)
     assert result.magnitudes.tokens == result.mixing.tokens == len(result.passage.words) == 20
+    monkeypatch.setattr(inspection, "PASSAGE_BYTES", 1000)
+    for read in (model, AutoModelForCausalLM.from_pretrained(source)):
+        short = inspect_model(read, tokenizer, text, tokens=20, intervention_tokens=0)
+        weights = 2 * sum(range(1, len(short.depth.consumers) + 1))  # bytes of a token
+        assert len(short.passage.words) == short.passage.weights[-1].shape[1] == 1000 // weights < 20
     with pytest.raises(ValueError, match="`tokens` must be at least 2, got 1"):
         inspect_model(model, tokenizer, text, tokens=1)
 

@@ -10,6 +10,7 @@ from attnres.analysis.key_numbers import differences, key_numbers, number, perce
 from attnres.analysis.overview import overview
 
 from .inspections import NAN, block_attn_res, full_attn_res, standard
+from .measured import depth
 
 
 def sentences(*inspections) -> dict[str, tuple]:
@@ -179,6 +180,12 @@ def test_sinks_are_described_for_layers_that_have_weights():
         ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
     ]
     assert sentences(none, standard())["Attention sinks"][1] == ""
+    alone = changed(inspection, "sinks", mean=torch.tensor([0.3]).double(), strongest=torch.tensor([0.6]).double())
+    assert "on average over 1 layer;" in sentences(alone)["Attention sinks"][0][0][0]
+
+
+def test_a_single_layer_has_no_plural():
+    assert replace(depth(2, 2), counts_layers=True).block == "block of 1 layer"
 
 
 def test_two_models_are_compared_section_by_section():

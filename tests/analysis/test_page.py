@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnres.analysis import inspection as measuring
+from attnres.analysis.inspection import passage_tokens
 from attnres.analysis.page import FIGURES, render
 
 from .inspections import WORDS, block_attn_res, full_attn_res, standard
+from .measured import depth
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg"><text>ü</text></svg>'
 HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>'
@@ -244,6 +247,16 @@ def test_two_models_of_54_sublayers_make_a_page_under_five_megabytes():
     assert len(text.encode()) < 4_000_000  # a megabyte is left for figures
     rows = decoded(Page(text).given[1])
     assert max(np.abs(a - b.numpy()).max() for a, b in zip(rows, inspections[1].passage.weights)) <= 1e-5
+
+
+def test_the_passage_of_a_deep_model_is_shortened_and_the_page_says_so(monkeypatch):
+    sizes = {layers: passage_tokens(depth(layers)) for layers in (27, 80, 500)}
+    assert (sizes[27], sizes[80], sizes[500]) == (256, 256, 31)
+    assert 2 * sizes[500] * sum(range(1, 1002)) <= measuring.PASSAGE_BYTES
+    assert passage_tokens(depth(10_000)) == 1
+    assert "These are the first" not in Page(render([block_attn_res()], {})).text
+    monkeypatch.setattr(measuring, "PASSAGE_BYTES", 2 * 15 * 8)  # two layers have 15 pairs of reader and source
+    assert "These are the first 8 tokens of the text." in Page(render([block_attn_res()], {})).text
 
 
 def test_too_many_inspections_and_unknown_figures_are_rejected():

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from attnres.analysis.tables import check_tables, update_tables
+from attnres.analysis.tables import markdown, update_tables
 
 from .. import forks
 
@@ -38,10 +38,12 @@ def test_processes_that_write_one_page_wait_for_each_other(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_only_marks_with_the_prefix_are_checked(tmp_path):
-    path = tmp_path / "RESULTS.md"
-    check_tables(path, "a: ")  # a missing page is valid
-    path.write_text("<!-- a: 1 -->\n<!-- end -->\n<!-- a: 2 -->\n<!-- b: 1 -->\n<!-- end -->\n")
-    check_tables(path, "b: ")
-    with pytest.raises(ValueError, match="`<!-- a: 2 -->` does not end"):
-        check_tables(path, "a: ")
+def test_a_table_aligns_columns_of_numbers():
+    columns, rows = ["model", "loss"], [["standard", "4.1"], ["Full", "3.99"]]
+    assert markdown(columns, rows).splitlines()[1:3] == ["|---|---|", "| standard | 4.1 |"]
+    assert markdown(columns, iter(rows), texts=1).splitlines() == [
+        "| model | loss |",
+        "|---|---:|",
+        "| standard | 4.1 |",
+        "| Full | 3.99 |",
+    ]

@@ -128,21 +128,28 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypat
 
 
 class Part:
-    """A part whose second row does not come, because the run is stopped."""
+    """A part whose second row does not come, because the run is stopped or fails by `error`."""
 
-    @staticmethod
-    def measure(setting):
+    def __init__(self, error):
+        self.error = error
+
+    def measure(self, setting):
         yield {"dtype": "float32", "tokens": 16, "ratios": {"ours / standard": {"median": 1.25}}}
-        raise KeyboardInterrupt
+        if self.error is not None:
+            raise self.error
+
+    def tables(self, rows):
+        raise RuntimeError("no table")
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError, MemoryError])
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_a_stopped_run_keeps_its_rows_and_the_results_of_a_whole_run(tmp_path, monkeypatch, capsys, is_stored):
-    monkeypatch.setitem(run.PARTS, "kda", Part)
+def test_a_stopped_run_keeps_its_rows_and_the_results_of_a_whole_run(tmp_path, monkeypatch, capsys, is_stored, error):
+    monkeypatch.setitem(run.PARTS, "kda", Part(error))
     whole, stopped = tmp_path / "kda.json", tmp_path / "kda.stopped.json"
     if is_stored:
         whole.write_text("a whole run")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         run.run_bench(["kda"], Setting(threads=torch.get_num_threads()), tmp_path)
     shown = capsys.readouterr().out
     assert "float32, tokens 16: ours / standard 1.250" in shown
@@ -151,6 +158,13 @@ def test_a_stopped_run_keeps_its_rows_and_the_results_of_a_whole_run(tmp_path, m
     assert len(json.loads(kept.read_text())["rows"]) == 1
     assert {*tmp_path.iterdir()} == {kept, whole}
     assert not is_stored or whole.read_text() == "a whole run"
+
+
+def test_a_whole_run_is_stored_before_its_tables_are_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(run.PARTS, "kda", Part(None))
+    with pytest.raises(RuntimeError, match="no table"):
+        run.run_bench(["kda"], Setting(threads=torch.get_num_threads()), tmp_path)
+    assert len(json.loads((tmp_path / "kda.json").read_text())["rows"]) == 1
 
 
 def test_a_part_takes_at_least_the_time_of_its_stored_calls(tmp_path, monkeypatch):

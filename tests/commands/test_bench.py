@@ -171,9 +171,9 @@ def test_a_missing_gpu_is_reported():
 
 def test_the_device_cuda_runs_the_benchmark_of_gpus(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("benchmarks.gpu.main", lambda arguments: seen.append(arguments) or 1)
+    monkeypatch.setattr("benchmarks.gpu.run_gpu", lambda parts, out, quick: seen.append((parts, out, quick)) or 1)
     result = CliRunner().invoke(app.app, ["bench", "--device", "cuda", "--quick", "--out", str(tmp_path)])
-    assert (result.exit_code, seen) == (1, [["--out", str(tmp_path), "--quick"]])
+    assert (result.exit_code, seen) == (1, [(None, tmp_path, True)])
     result = CliRunner().invoke(app.app, ["bench", "--device", "cuda", "--threads", "2"])
     assert result.exit_code == 2
     assert "--threads and --device cuda exclude each other" in result.stderr

@@ -56,6 +56,23 @@ def test_an_unforeseen_error_is_one_line_that_names_the_file_of_the_traceback(er
     assert re.search(r"Traceback .*, in fail\n", file.read_text(), re.DOTALL)
 
 
+def test_a_terminal_without_the_characters_of_a_spinner_gets_others():
+    spinner = (
+        "from rich.console import Console; from attnres.utils.progress import status\n"
+        "    with status(Console(), 'Working'): pass"
+    )
+    on_a_terminal = (
+        "import os, sys\n"
+        "terminal, end = os.openpty()\n"
+        "sys.stdout = open(end, 'w', encoding='latin-1')\n"
+        f"try: exec({SCRIPT.format(error=spinner, module='elsewhere')!r})\n"
+        "finally: print(os.read(terminal, 10_000), file=sys.__stdout__, flush=True)"
+    )
+    done = forks.run("-c", on_a_terminal, "demo", env=os.environ | {"TERM": "xterm"}, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"?\x1b[0m Working" in done.stdout
+
+
 @pytest.mark.parametrize("arguments", [("--debug", "demo"), ("demo", "--debug")])
 def test_debug_shows_the_traceback(arguments, tmp_path):
     done = run("raise TypeError('a')", *arguments, folder=tmp_path)

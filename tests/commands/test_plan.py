@@ -65,6 +65,9 @@ def test_serving_is_planned_with_caches_and_experts_that_groups_share():
     plans = json.loads(done.stdout)["plans"]
     assert {plan["layout"]["expert"] for plan in plans} == {1, 2, 4}
     assert all(plan["memory"]["caches"] > 0 for plan in plans)
+    # One device has one layout.
+    alone = ["plan", "attnres-tiny", "--serve", "--devices", "1", "--context", "256", "--batch-tokens", "256"]
+    assert "1 layout fits into 73.6 GB of 80 GB" in run(*alone).stdout
 
 
 def test_the_json_has_all_layouts_of_a_model_directory(tmp_path):

@@ -2,12 +2,15 @@
 
 import http.client
 import os
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from attnres.commands.serving import ReportServer
+
+from .. import forks
 
 WRITTEN = '{"written_by": "attnres inspect"}'
 
@@ -153,3 +156,19 @@ def test_a_folder_without_a_report_is_rejected(folder):
 def test_the_chosen_address_is_answered(folder):
     with ReportServer(folder, "127.0.0.2") as server:
         assert [f"127.0.0.2:{server.server_port}"] in server.hosts
+
+
+def test_a_text_browser_gets_the_page_while_it_is_waited_for(folder, tmp_path):
+    browser = tmp_path / "browser.py"
+    browser.write_text(
+        "import sys, urllib.request as http\n"
+        "try:\n"
+        "    print(http.build_opener(http.ProxyHandler({})).open(sys.argv[1], timeout=5).read().decode())\n"
+        "except OSError as error:\n"
+        "    print(error)\n"
+    )
+    code = "import pathlib, sys\nfrom attnres.commands.serving import serve\nserve(pathlib.Path(sys.argv[1]))"
+    environment = os.environ | {"BROWSER": f"{sys.executable} {browser} %s"}
+    with forks.start("-c", code, folder, env=environment) as process:
+        assert process.stdout.readline().endswith("/report.html  (Ctrl-C ends it)\n")
+        assert process.stdout.readline() == "<p>page</p>\n"

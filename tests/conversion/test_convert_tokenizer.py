@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .checkpoints import change_json, convert, convert_well, save_tokenizer, standard_model
@@ -61,6 +62,22 @@ def test_the_class_of_the_tokenizer_stays_the_same(source, tmp_path, model_type,
     assert_same_tokenizer(source, tmp_path / "result")
     convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard", "--no-verify")
     assert_same_tokenizer(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_the_corrected_tokenizer_of_a_mistral_stays_corrected(source, tmp_path, is_fixed):
+    """`transformers` corrects it by `fix_mistral_regex`, beside a `config.json` of an older Mistral only."""
+    of_type(source, "mistral")
+    change_json(source / "config.json", transformers_version="4.50.0")
+    change_json(source / CONFIG, tokenizer_class="PreTrainedTokenizerFast", fix_mistral_regex=is_fixed)
+    letters = [*pre_tokenizers.ByteLevel.alphabet(), "12"]
+    vocabulary = {token: number for number, token in enumerate([*letters, *map(str, range(200, 100_200))])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("1", "2")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(source / "tokenizer.json"))
+    convert_well(source, tmp_path / "result", "--no-verify")
+    for folder in (source, tmp_path / "result"):
+        assert loaded(folder).tokenize("a12") == (["a", "1", "2"] if is_fixed else ["a", "12"])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gpt_neox"])

@@ -277,6 +277,13 @@ def test_a_refusal_is_one_line_and_changes_nothing(push, model, arguments, token
     assert push.hub.repositories == before
 
 
+def test_a_new_repository_is_private_if_asked_or_if_its_organization_makes_it_so(push, model):
+    cases = ("me/shown", [], False), ("me/hidden", ["--private"], True), ("closed/hidden", [], True)
+    for repo, options, is_private in cases:
+        assert push("push", "model", repo, *options)["status"] == 0
+        assert push.hub.repositories[repo].private == is_private
+
+
 def test_results_and_figures_are_published(push, model):
     scores, report = model.with_name("scores"), model.with_name("report")
     (scores / ".eval_results").mkdir(parents=True)

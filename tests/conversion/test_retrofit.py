@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -229,6 +230,15 @@ def test_an_offloaded_model_is_refused(tiny_model):
     model = tiny_model(residual_connection="standard")
     model.lm_head.to("meta")
     with pytest.raises(ValueError, match=r"`lm_head.weight` is offloaded.*without `device_map`"):
+        retrofit(model)
+
+
+def test_a_model_on_several_devices_is_refused():
+    """`accelerate` moves activations between its devices, by hooks that the modules of a retrofit lack."""
+    model = dispatch_model(small_llama(), {"": "cpu"}, force_hooks=True)
+    assert hasattr(model.lm_head, "_hf_hook") and not hasattr(retrofit(model).lm_head, "_hf_hook")
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    with pytest.raises(ValueError, match=r"over the devices 0, 1, .* `attnres convert`.*with `device_map`"):
         retrofit(model)
 
 

@@ -111,6 +111,15 @@ def test_a_run_does_not_resume_from_checkpoints_of_another_text(data, tmp_path, 
     assert identities[0] == identities[1] | {"fingerprint": "one"} != identities[1]
 
 
+def test_a_connection_without_a_declared_rate_is_swept(tmp_path, monkeypatch):
+    experiment = replace(SMALL, rate={"standard": 1e-3})
+    comparison = DeclaredComparison(experiment, RunStore(experiment, tmp_path / "runs.json"))
+    monkeypatch.setattr(DeclaredComparison, "sweep", lambda self, labels: dict.fromkeys(labels, 2e-3))
+    assert comparison.choose_rates(["standard", "Full"]) == {"standard": 1e-3, "Full": 2e-3}
+    monkeypatch.delattr(DeclaredComparison, "sweep")
+    assert comparison.choose_rates(["standard"]) == {"standard": 1e-3}
+
+
 @pytest.mark.slow
 def test_a_run_that_diverged_is_stored_without_its_depth_attention(data, tmp_path):
     run = measured(SMALL, data, planned(SMALL.connections["Full"], 1e30, 64, 0), tmp_path)

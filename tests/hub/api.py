@@ -16,7 +16,18 @@ from typing import Any
 from urllib.parse import unquote
 
 from .cards import errors_of_card
-from .repositories import ACCOUNTS, Account, Commit, File, HubError, Repositories, Repository, is_object, require_writer
+from .repositories import (
+    ACCOUNTS,
+    PRIVATE_BY_DEFAULT,
+    Account,
+    Commit,
+    File,
+    HubError,
+    Repositories,
+    Repository,
+    is_object,
+    require_writer,
+)
 
 NAME = r"(?P<name>[^/]+/[^/]+)"
 MODEL = f"/api/models/{NAME}"
@@ -109,7 +120,8 @@ def create_repository(repositories: Repositories, request: Request) -> Response:
     address = {"url": f"{request.url}/{name}", "name": name, "id": name}
     if name in repositories:
         return Response({"error": "You already created this model repo", **address}, 409)
-    repositories.create(name, private=fields.get("visibility") == "private")
+    default = "private" if fields.get("organization") in PRIVATE_BY_DEFAULT else "public"
+    repositories.create(name, private=fields.get("visibility", default) == "private")
     return Response(address)
 
 

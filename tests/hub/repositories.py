@@ -34,10 +34,12 @@ class Account:
 
 
 ACCOUNTS = {
-    "hf_write_of_me": Account("me", may_write=True, organisations=("lab",)),
-    "hf_read_of_me": Account("me", may_write=False, organisations=("lab",)),
+    "hf_write_of_me": Account("me", may_write=True, organisations=("lab", "closed")),
+    "hf_read_of_me": Account("me", may_write=False, organisations=("lab", "closed")),
     "hf_write_of_other": Account("other", may_write=True),
 }
+# Organisations whose new repositories are private unless a request says otherwise.
+PRIVATE_BY_DEFAULT = ("closed",)
 
 
 def require_writer(account: Account | None, namespace: str | None = None) -> Account:

@@ -49,8 +49,8 @@ class Fault:
 class Hub:
     """A Hub on this machine.
 
-    The user `me`, who belongs to the organisation `lab`, has a token that writes and one that reads; the user `other`
-    has one that writes.
+    The user `me`, who belongs to the organisations `lab` and `closed`, has a token that writes and one that reads; the
+    user `other` has one that writes. New repositories of `closed` are private by default.
 
     Attributes:
         url: The address.

@@ -90,6 +90,11 @@ def test_a_terminal_gets_a_bar_and_no_lines(clock):
     assert "\x1b[" in written(clock, force_terminal=True)
 
 
+def test_a_dumb_terminal_gets_lines(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert written(clock, force_terminal=True).count("left") == 2
+
+
 def test_a_thread_prints_lines_during_one_long_call(monkeypatch):
     file = io.StringIO()
     monkeypatch.setattr(progress_module, "LEAST_SECONDS", 0.02)
