@@ -73,12 +73,12 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_a_checkpoint_is_spoi
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-def test_a_held_out_loss_that_is_not_finite_stops_the_run_before_its_result(make, tmp_path):
-    """The weights overflow in the last step, after which there is no training loss."""
+@pytest.mark.parametrize("event, documents", [("on_step_begin", "a.txt:1"), ("on_optimizer_step", "held-out b.txt:2")])
+def test_a_loss_that_is_not_finite_stops_the_run_before_its_result(event, documents, make, tmp_path):
+    """The weights overflow in the last step, before its training loss or after it."""
     trainer = make(save_total_limit=1)
-    overflow = At("on_optimizer_step", STEPS - 1, lambda _: next(trainer.model.parameters()).data.fill_(math.inf))
-    trainer.add_callback(overflow)
-    with pytest.raises(FloatingPointError, match=rf"^the loss is nan in step {STEPS}, on held-out b\.txt:2; "):
+    trainer.add_callback(At(event, STEPS - 1, lambda _: next(trainer.model.parameters()).data.fill_(math.inf)))
+    with pytest.raises(FloatingPointError, match=rf"^the loss is nan in step {STEPS}, on {documents}; "):
         trainer.train()
     assert checkpoints(tmp_path) == [f"checkpoint-{STEPS - 1}"]
 
