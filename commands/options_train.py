@@ -52,4 +52,5 @@ def train(
     with loading():
         from .train import train_in_this_process
 
-    train_in_this_process(checked, name=recipe)
+    # A file may have the name of a packaged recipe, and its path is no name.
+    train_in_this_process(checked, name="" if Path(recipe).is_file() else recipe)

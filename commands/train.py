@@ -13,7 +13,7 @@ def train_in_this_process(recipe: Recipe, name: str = "") -> None:
 
     Args:
         recipe: The recipe of the run.
-        name: The name of the recipe, as the user gave it.
+        name: The recipe's name if it comes with `attnres`, else empty.
     """
     try:
         run_train(recipe, name)

@@ -55,8 +55,7 @@ def retrofit(
     """
     source = model_or_path
     if isinstance(model_or_path, str | os.PathLike):
-        with _family_tensors_in_float32():
-            source = load_whole(AutoModelForCausalLM, str(model_or_path), dtype="auto")
+        source = load_source(str(model_or_path), dtype="auto")
     _check_plain(source, "a model, a directory or a Hub id")
     check_in_memory(source)
     devices = sorted({str(device) for device in (getattr(source, "hf_device_map", None) or {}).values()})
@@ -114,6 +113,23 @@ def retrofit_part(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, *
         model.get_submodule(module_name).to(_device_beside(source, module_name))
     model.generation_config = source.generation_config
     return model.train(source.training)
+
+
+def load_source(source: str, **options: Any) -> PreTrainedModel:
+    """Load a standard causal language model to retrofit, with the tensors in float32 that the retrofit keeps so.
+
+    Args:
+        source: The directory or Hub id.
+        options: The other arguments of [`attnres.conversion.whole.load_whole`].
+
+    Returns:
+        The model.
+
+    Raises:
+        OSError, RuntimeError, ValueError: As [`attnres.conversion.whole.load_whole`].
+    """
+    with _family_tensors_in_float32():
+        return load_whole(AutoModelForCausalLM, source, **options)
 
 
 @contextmanager
@@ -234,4 +250,4 @@ def _device_beside(source: PreTrainedModel, name: str) -> torch.device:
     return next(owner.parameters()).device
 
 
-__all__ = ["check_in_memory", "retrofit", "retrofit_part"]
+__all__ = ["check_in_memory", "load_source", "retrofit", "retrofit_part"]

@@ -39,10 +39,10 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     """
     # All processes of a tensor-parallel group, and of a pipeline, compute the same batch.
     pipeline = read_settings(recipe.pipeline)
-    copies = 1 if division is None else division.tp_size
+    ranks_per_batch = 1 if division is None else division.tp_size
     if pipeline is not None:
-        copies = state.num_processes // count_replicas(pipeline, state.num_processes)
-    groups = state.num_processes // copies
+        ranks_per_batch = state.num_processes // count_replicas(pipeline, state.num_processes)
+    groups = state.num_processes // ranks_per_batch
     micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // groups))
     accumulated, rest = divmod(recipe.batch_size, micro * groups)
     if rest:
@@ -50,7 +50,7 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
             f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
             f"{counted(groups, 'pipeline') if pipeline else f'{groups} processes'}."
         )
-    if copies > 1 and not recipe.trainer.get("average_tokens_across_devices", True):
+    if ranks_per_batch > 1 and not recipe.trainer.get("average_tokens_across_devices", True):
         raise ValueError(
             "`trainer.average_tokens_across_devices` of the recipe must be true with "
             f"{'`pipeline`' if pipeline else '`tp_size` of `distributed`'}, where several processes compute the same "

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import _get_layout as get_layout
-from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.trainer import (
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
@@ -321,7 +321,7 @@ def check_weights(model: PreTrainedModel, folder: Path) -> None:
 
 
 def check_size(name: str, tensor: Tensor, size: Sequence[int], path: Path) -> None:
-    """Raise ValueError if a tensor of the model has not the size that it has in a file of a checkpoint."""
+    """Raise ValueError if a tensor of the model has another size than in a file of a checkpoint."""
     if [*tensor.shape] != [*size]:
         raise cannot_resume(f"{path} has {name} of size {[*size]}, but the model has {[*tensor.shape]}", path.parent)
 
@@ -332,7 +332,29 @@ class ResumableTrainer(Trainer):
     `Trainer` checks whether training is over only after a step. Resumed from its last checkpoint it makes one more,
     which changes the weights, and the checkpoint of that step replaces an older one. Here
     `train(resume_from_checkpoint=...)` ends at once if all steps have been made.
+
+    `Trainer` also makes settings of its own here, which this class corrects: a single process uses one GPU, and the
+    model's `use_cache` stays as it is.
+
+    Args:
+        model: The model.
+        arguments: The arguments of the run; `_n_gpu` and `use_cache` are changed in place.
+        options: Other arguments of `Trainer`, such as the data sets.
     """
+
+    def __init__(self, model: PreTrainedModel, arguments: TrainingArguments, **options: Any):
+        if arguments.n_gpu > 1:
+            # One process that sees several GPUs would train by `nn.DataParallel`, which multiplies the batch. There is
+            # no public way to turn this off, and the property `n_gpu` has found the device by now.
+            arguments._n_gpu = 1
+        # `Trainer` writes `use_cache` of its arguments, false by default, into the model's configuration, and so into
+        # every checkpoint and result. `compute_loss` turns the cache off instead.
+        arguments.use_cache = getattr(getattr(model, "config", None), "use_cache", False)
+        super().__init__(model, arguments, **options)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        """Compute the loss of a batch without a cache, as `Trainer` calls it."""
+        return super().compute_loss(model, inputs | {"use_cache": False}, *arguments, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         folder, whole = Path(resume_from_checkpoint), self.model if model is None else model

@@ -36,7 +36,7 @@ from attnres.analysis import DepthAttention, depth_attention
 from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
-from attnres.conversion.whole import load_whole
+from attnres.conversion.retrofit import load_source
 from attnres.utils.files import atomic_directory, atomic_write
 from attnres.utils.model_files import DEMO_ATTENTION, DEMO_LOSSES, DEMO_MODEL, DEMO_RESULTS, WRITTEN_DEMO
 from attnres.utils.progress import ProgressBar
@@ -323,7 +323,7 @@ def _read_text(path: Path | None) -> DemoText:
 
 def _load_checkpoint(checkpoint: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # Code that comes with a checkpoint does not run, and the files of the demo do not refer to it.
-    model = load_whole(AutoModelForCausalLM, checkpoint, trust_remote_code=False)
+    model = load_source(checkpoint, trust_remote_code=False)
     retrofit(model)  # an unsupported backbone is refused before any work
     return model, open_tokenizer(checkpoint)
 

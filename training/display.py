@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 from attnres import ResidualConfig
 from attnres.configuration import names
@@ -154,7 +154,7 @@ class Display(TrainerCallback):
         self._steps.append(time.monotonic())
         if not self._has_estimate and len(self._steps) > TIMED_STEPS:
             # Not from the first step, which compiles and fills caches.
-            self._estimate(self._steps[-1] - self._steps[-2], 0.0, args, state.max_steps - state.global_step)
+            self._estimate(self._steps[-1] - self._steps[-2], 0.0, args, state)
         self._write_pace(self._pace.line(state.global_step))
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
@@ -176,14 +176,17 @@ class Display(TrainerCallback):
         rows = len(eval_dataloader.dataset) if args.world_size == 1 else batch * len(times)
         row = (times[-1] - times[0]) / (rows - batch)  # seconds of a row
         step = STEP_PER_EVALUATION * args.gradient_accumulation_steps * args.per_device_train_batch_size * row
-        self._estimate(step, rows * row, args, state.max_steps - state.global_step)
+        self._estimate(step, rows * row, args, state)
 
-    def _estimate(self, step: float, evaluation: float, args: TrainingArguments, steps: int) -> None:
-        """Show the time of `steps` steps, from the seconds of a step and of an evaluation."""
+    def _estimate(self, step: float, evaluation: float, args: TrainingArguments, state: TrainerState) -> None:
+        """Show the time of the steps that are left, from the seconds of a step and of an evaluation."""
         self._has_estimate = True
+        steps = state.max_steps - state.global_step
         if not steps:
             return
-        seconds = steps * step + (1 + steps // args.eval_steps) * evaluation
+        # Not those of `args`, which may be a share of the run.
+        evaluations = 1 + (0 if args.eval_strategy == "no" else steps // state.eval_steps)
+        seconds = steps * step + evaluations * evaluation
         self._write(f"Time: about {show_duration(seconds)} for {counted(steps, 'step')}.")
 
     def on_log(self, args, state, control, logs=None, **kwargs):

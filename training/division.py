@@ -97,7 +97,7 @@ def divides_sequence(settings: Mapping[str, Any] | None) -> bool:
 
 
 def check_engines(state: PartialState, optimizer: str) -> None:
-    """Check that the engine by which accelerate should divide the model can do so.
+    """Raise RuntimeError if accelerate's engine (FSDP, DeepSpeed) cannot divide the model here.
 
     On CPUs accelerate ignores FSDP, and trains a whole model in each process.
 
@@ -106,7 +106,7 @@ def check_engines(state: PartialState, optimizer: str) -> None:
         optimizer: The recipe's optimizer.
 
     Raises:
-        RuntimeError: It cannot.
+        RuntimeError: The engine cannot divide the model on these devices, or with this optimizer or these settings.
     """
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         if optimizer != "adamw":
@@ -280,7 +280,6 @@ def _joins_tensors(source: str) -> bool:
 
 
 __all__ = [
-    "SEQUENCE_PARALLEL",
     "allow_tensor_parallel_on_cpus",
     "check_division",
     "check_engines",

@@ -230,14 +230,19 @@ class Documents(Iterable[Document]):
 
 
 def file_identities(spec: DataSpec) -> list[tuple[str, int, int]]:
-    """Return name, size and time of change of each local file of a [`DataSpec`], without data sets of the Hub."""
+    """Return name, size and time of change of each local file of a [`DataSpec`], without data sets of the Hub.
+
+    With `bad_rows="skip"`, files that cannot be found or read are left out too.
+    """
     identities = []
     for path in spec.paths:
-        if _HUB_ID.fullmatch(path) and not os.path.exists(os.path.expanduser(path)):
-            continue
-        for source in find_sources(path, spec):
-            status = os.stat(source.name)
-            identities.append((source.name, status.st_size, status.st_mtime_ns))
+        try:
+            for source in _local_sources(path, spec) or ():
+                status = os.stat(source.name)
+                identities.append((source.name, status.st_size, status.st_mtime_ns))
+        except (OSError, ValueError):
+            if spec.bad_rows == "error":
+                raise
     return identities
 
 
@@ -255,6 +260,16 @@ def find_sources(path: str, spec: DataSpec) -> list[DocumentSource]:
         FileNotFoundError: The path names nothing.
         ValueError: The kind of file is unknown, or the split or configuration does not exist.
     """
+    sources = _local_sources(path, spec)
+    if sources is not None:
+        return sources
+    hub_id = _HUB_ID.fullmatch(path)
+    options = {"split": spec.split, "streaming": spec.streaming}
+    return [DatasetSource(path, _explained(path, load_dataset, hub_id["id"], hub_id["config"], **options))]
+
+
+def _local_sources(path: str, spec: DataSpec) -> list[FileSource] | None:
+    """Return the files that a path of a [`DataSpec`] names; `None` for a Hub id. Raise as [`find_sources`] does."""
     local = Path(os.path.expanduser(path))
     if local.is_dir():
         return _folder_sources(local, None, spec)
@@ -268,20 +283,18 @@ def find_sources(path: str, spec: DataSpec) -> list[DocumentSource]:
     folder, _, config = str(local).rpartition(":")
     if folder and Path(folder).is_dir():
         return _folder_sources(Path(folder), config, spec)
-    hub_id = _HUB_ID.fullmatch(path)
-    if hub_id is None or local.suffix.lower() in LOADERS:
+    if _HUB_ID.fullmatch(path) is None or local.suffix.lower() in LOADERS:
         raise FileNotFoundError(f"{path} does not exist.")
-    options = {"split": spec.split, "streaming": spec.streaming}
-    return [DatasetSource(path, _explained(path, load_dataset, hub_id["id"], hub_id["config"], **options))]
+    return None
 
 
-def _file_source(path: Path) -> DocumentSource:
+def _file_source(path: Path) -> FileSource:
     if path.suffix.lower() not in LOADERS:
         raise ValueError(f"{path} has an unknown suffix, which must be {_SUFFIXES}.")
     return FileSource(str(path))
 
 
-def _folder_sources(path: Path, config: str | None, spec: DataSpec) -> list[DocumentSource]:
+def _folder_sources(path: Path, config: str | None, spec: DataSpec) -> list[FileSource]:
     """Return the files of a folder that belong to the split, in the order of their names."""
     name = f"{path}:{config}" if config else str(path)
     if _names_configurations(path / "README.md"):

@@ -45,19 +45,25 @@ class TokenMean:
     def __init__(self) -> None:
         self._rows: dict[int, tuple[float, int]] = {}  # number -> sum of the loss, count of tokens
 
-    def add(self, numbers: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add the rows of a batch.
+    def add(self, numbers: Tensor, logits: Tensor, labels: Tensor) -> float:
+        """Add the rows of a batch, and return the sum of their losses.
 
         Args:
             numbers: The rows' numbers, `[batch]`.
             logits: The model's logits, `[batch, seq, vocab]`. The logits at a position predict the next label.
             labels: Token ids, `[batch, seq]`. `-100` is ignored.
+
+        Returns:
+            The sum over the tokens of the batch.
         """
+        total = 0.0
         # Row by row, since the logits of a whole batch in float32 would take as much memory again as training does.
         for number, row, targets in zip(numbers.tolist(), logits, labels):
             targets = targets[1:].to(row.device)
             loss = F.cross_entropy(row[:-1].float(), targets, reduction="sum", ignore_index=IGNORED)
             self._rows[number] = loss.item(), int((targets != IGNORED).sum())
+            total += self._rows[number][0]
+        return total
 
     def result(self) -> float:
         """Return the mean loss in nats/token over the rows of all processes. All processes call it together.

@@ -153,7 +153,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_rank(value: Any) -> bool:
-    return _is_number(value) and value == int(value) >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _are_names(value: Any) -> bool:

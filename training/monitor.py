@@ -154,7 +154,7 @@ class Monitor(LoggedCallback):
         if not self._tokens:  # the window has just begun, or the model gets no `input_ids`
             return {}
         tokens = reduce(torch.tensor(self._tokens, device=self._device), "sum").item()
-        tokens //= self._copies()
+        tokens //= self._ranks_per_batch()
         # After `item()`, which waits until the device has finished the window's steps.
         self._count_time()
         metrics = {"tokens_per_second": tokens / self._seconds}
@@ -166,7 +166,7 @@ class Monitor(LoggedCallback):
         self._tokens, self._seconds, self._since = 0, 0.0, time.perf_counter()
         return metrics
 
-    def _copies(self) -> int:
+    def _ranks_per_batch(self) -> int:
         """Return how many processes compute the same batch: those of a tensor-parallel group."""
         return getattr(self._model, "tp_size", None) or 1
 
@@ -268,4 +268,4 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-__all__ = ["Monitor", "PEAK_FLOPS", "depth_attention_summary", "flops_per_token", "peak_flops"]
+__all__ = ["Monitor", "depth_attention_summary", "flops_per_token", "peak_flops"]

@@ -150,7 +150,7 @@ class Pipeline:
             stage.batches = batches
             stage.submod.train()
         losses: list[Tensor] = []
-        # The engine splits a target for its loss function, which here is part of the model and needs none.
+        # The engine requires a target to split. The loss is computed inside the model, so this one is a dummy.
         target = torch.zeros(len(batches))
         try:
             self._schedule.step(target=target, losses=losses, return_outputs=False)

@@ -75,7 +75,7 @@ class PipelineMonitor(Monitor):
         """Count the tokens of a batch, `[batch, seq]`."""
         self._see_batch(self.pipeline.model, (ids,), {})
 
-    def _copies(self) -> int:
+    def _ranks_per_batch(self) -> int:
         """Return how many processes compute the same batch."""
         return self.pipeline.settings.stages
 

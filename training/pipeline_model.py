@@ -164,9 +164,9 @@ class ChunkModule(nn.Module):
         cache: The cache of the process.
         is_last: Whether the chunk has the head.
         context: A function that returns the context manager of each forward pass, such as autocast.
-        copies: Whether to return copies of the tensors to send, for a schedule with a split backward pass. After its
-            first part, the engine cuts the returned tensors off their graph in place. The second part may still need
-            the originals: later layers of the chunk have saved them, or they are inputs or views.
+        clones_sent: Whether to return copies of the tensors to send, for a schedule with a split backward pass. After
+            its first part, the engine cuts the returned tensors off their graph in place. The second part may still
+            need the originals: later layers of the chunk have saved them, or they are inputs or views.
     """
 
     def __init__(
@@ -175,10 +175,11 @@ class ChunkModule(nn.Module):
         cache: BlockCache,
         is_last: bool,
         context: Callable[[], AbstractContextManager] = nullcontext,
-        copies: bool = False,
+        clones_sent: bool = False,
     ):
         super().__init__()
-        self.view, self.cache, self.is_last, self.context, self.copies = view, cache, is_last, context, copies
+        self.view, self.cache, self.is_last, self.context = view, cache, is_last, context
+        self.clones_sent = clones_sent
 
     def forward(
         self,
@@ -213,7 +214,7 @@ class ChunkModule(nn.Module):
             # A tensor that passes through is sent as it came, so that its gradients meet in one place.
             made = dict(zip(chunk.after.numbers, _tensors_of(outputs, chunk), strict=True)) | inputs
             result = tuple(made[piece.number].contiguous() for piece in chunk.sent)
-            if self.copies:
+            if self.clones_sent:
                 result = tuple(tensor.clone() for tensor in result)
         if micro_batch is not None:
             for number in chunk.kept:
@@ -268,8 +269,6 @@ def _tensors_of(state: DepthState, chunk: Chunk) -> tuple[Tensor, ...]:
 _OF_DECODER = ("attention_mask", "position_ids")
 
 __all__ = [
-    "AbsentEmbedding",
-    "AbsentLayer",
     "ChunkModule",
     "Entry",
     "check_model",

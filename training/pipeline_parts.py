@@ -69,8 +69,8 @@ def make_part(config: PreTrainedConfig, part: Part) -> PreTrainedModel:
         whole = AutoModelForCausalLM.from_config(config)
     names = part(whole)
     held = {id(tensor) for name, tensor in whole.state_dict(keep_vars=True).items() if name in names}
-    # A constructor makes its parameters in the same order each time. One may be computed from another, which it then
-    # replaces, so the last one decides about both.
+    # A constructor makes its parameters in the same order each time. It may replace a parameter by one that it computes
+    # from it. Both are then made where the final one belongs.
     is_held = iter([id(getattr(module, name, None)) in held for module, name in made])
 
     def place(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:

@@ -19,16 +19,14 @@ from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
-from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINING_ARGS_NAME
 
-from .checkpoints import explained_reading
 from .pipeline import Pipeline
 from .pipeline_callbacks import PipelineBalance, PipelineMonitor
 from .pipeline_checkpoints import load_part, load_random_state, load_schedule, save_parts
 from .pipeline_settings import PipelineSettings
 from .recipe import Recipe
-from .trainer import OPTIMIZER, AttnResTrainer
+from .trainer import AttnResTrainer
 
 # Fields of `TrainingArguments` that a pipeline does not follow -> the remedy in the error message.
 _REFUSED = {
@@ -159,6 +157,11 @@ class PipelineTrainer(AttnResTrainer):
 
     # Checkpoints
 
+    @property
+    def has_optimizer_parts(self) -> bool:
+        """Return True: each process has the optimizer of its layers."""
+        return True
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, each process its part; all processes call it together."""
         folder = Path(output_dir or self.args.output_dir)
@@ -171,23 +174,14 @@ class PipelineTrainer(AttnResTrainer):
                 self.processing_class.save_pretrained(folder)
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer_distributed(self.model, self.optimizer.optimizer, f"{output_dir}/{OPTIMIZER}")
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER_NAME}")
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         load_part(self.pipeline, Path(resume_from_checkpoint))
 
     def _load_best_weights(self, folder: Path) -> None:
         load_part(self.pipeline, folder)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            folder = Path(checkpoint)
-            with explained_reading(folder / OPTIMIZER, folder):
-                load_optimizer_distributed(self.model, self.optimizer.optimizer, str(folder / OPTIMIZER))
-            load_schedule(self.lr_scheduler, folder / SCHEDULER_NAME)
+    def _load_schedule(self, path: Path) -> None:
+        load_schedule(self.lr_scheduler, path)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         own = f"rng_state_{self.args.process_index}.pth"

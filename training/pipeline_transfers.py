@@ -78,7 +78,7 @@ class Chunk:
         cached: The numbers of the pieces that come from the cache of the process.
         sent: The pieces that a transfer takes to the next chunk, in their order in `after`.
         kept: The numbers that this chunk puts into the cache of the process, for later chunks there.
-        freed: The numbers that no later chunk of the process takes from the cache.
+        freed: The numbers that this chunk takes from the cache, and no later chunk of the process does.
     """
 
     index: int
@@ -194,8 +194,9 @@ def plan_chunks(states: Sequence[State], layers: Sequence[range], processes: int
 
 
 def transfer_bytes(chunks: Sequence[Chunk]) -> list[int]:
-    """Return the bytes of one micro-batch's state that each transfer carries, from the first to the second chunk on.
+    """Return the bytes of state that each transfer carries for one micro-batch.
 
+    The first item is the transfer from chunk 0 to chunk 1.
     The gradients take the same way back, and the same number of bytes.
     """
     return [sum(piece.num_bytes for piece in chunk.sent) for chunk in chunks[:-1]]

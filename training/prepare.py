@@ -5,9 +5,10 @@ before any text is tokenised.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,10 @@ from attnres.conversion import retrofit
 from attnres.conversion.checkpoint import find
 from attnres.conversion.family import retrofit_config
 from attnres.conversion.generation_settings import check_generation_saving
-from attnres.conversion.retrofit import retrofit_part
+from attnres.conversion.retrofit import load_source, retrofit_part
 from attnres.conversion.source_code import CODE_FIELDS
 from attnres.conversion.whole import Part, check_memory, load_whole
+from attnres.residual_attnres import residual_tensors
 from attnres.utils.hub import meant
 from attnres.utils.wording import counted
 
@@ -43,7 +45,7 @@ from .documents import file_identities
 from .pipeline_parts import make_part, part_of
 from .pipeline_settings import read_settings
 from .recipe import Recipe
-from .run_folder import START
+from .run_folder import COMMIT, START
 from .text import open_tokenizer
 
 if TYPE_CHECKING:
@@ -193,8 +195,8 @@ def _check_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
     if (part := part_of_process(recipe)) is not None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        names = part(model)
-        held = sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
+        held_names = part(model)
+        held = sum(parameter.numel() for name, parameter in model.named_parameters() if name in held_names)
         needed = needed * held // count.total
         subject += " on a process"
     check_memory(needed, subject, "Choose a smaller configuration, or smaller numbers by `config`.")
@@ -270,13 +272,19 @@ def _whole_batches(train: "Dataset", recipe: Recipe, num_held_out: int = 0) -> "
 
 
 def identify_model(recipe: Recipe) -> dict[str, str]:
-    """Return `{"model": TEXT}`, where TEXT changes with the files of a local model. Empty for other models.
+    """Return `{"model": TEXT}`, where TEXT changes with the files of a model. Empty for a named configuration.
 
-    A resumed run compares this text with the one that it began with. The checkpoint does not suffice for that: the
-    checkpoint of an adapter lacks the base model, and no checkpoint has the configuration that the model began with.
+    For a model on the Hub, TEXT is `commit HASH`. The result is empty too if the Hub gives only single files, and no
+    snapshot. A resumed run compares this text with the one that it began with. The checkpoint does not suffice for
+    that: the checkpoint of an adapter lacks the base model, and no checkpoint has the configuration that the model
+    began with.
     """
     folder = Path(recipe.model)
-    if recipe.model in names() or not folder.is_dir():
+    if recipe.model in names():
+        return {}
+    if not folder.is_dir():
+        with contextlib.suppress(FileNotFoundError):
+            return {"model": f"{COMMIT}{find(recipe.model).name}"}  # the folder of a snapshot has this name
         return {}
     paths = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
     return {"model": repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths])}
@@ -298,22 +306,44 @@ def prepare_model(
         The model, of which this process holds its part.
 
     Raises:
-        OSError, RuntimeError, ValueError: The model cannot be loaded, retrofitted or divided.
+        OSError, RuntimeError, ValueError: The model cannot be loaded, retrofitted or divided, or a setting of the
+            recipe has no effect on it.
     """
     if division is None:
-        return build_model(recipe, tokenizer, part_of_process(recipe))
+        model = build_model(recipe, tokenizer, part_of_process(recipe))
+        _check_effects(recipe, model)
+        return model
     start, build = Path(recipe.out) / START, partial(build_model, recipe, tokenizer)
     if checkpoint is not None:
         model = load_divided(checkpoint, division, start, build)
+    elif recipe.model in names() or recipe.retrofit is not None:
+        model = load_divided(None, division, start, build)
     else:
-        is_built_here = recipe.model in names() or recipe.retrofit is not None
-        model = load_divided(None if is_built_here else recipe.model, division, start, build, **recipe.config)
+        model = _load_with_config(recipe, partial(load_divided, recipe.model, division, start, build))
+    _check_effects(recipe, model)
     if divides_sequence(recipe.distributed):
         # Here, since older versions of `transformers`, which divide no model, do not have the styles that it changes.
         from .sequence_parallel import shard_sequence
 
         model = shard_sequence(model)
     return model
+
+
+def _check_effects(recipe: Recipe, model: PreTrainedModel) -> None:
+    """Raise ValueError if a setting of the recipe has no effect on its model."""
+    if recipe.residual_alone and not residual_tensors(model):
+        raise ValueError(
+            f"`residual_alone` of the recipe is {recipe.residual_alone:g}, but must be 0: {recipe.model} has no "
+            "tensors of residual connections, so nothing would be trained in these steps."
+        )
+    if recipe.trainer.get("use_liger_kernel") and find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        if (kind := model.config.model_type) not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            raise ValueError(
+                "`trainer.use_liger_kernel` of the recipe has no effect, since Liger has no kernels for models of type "
+                f"{kind}: leave it out."
+            )
 
 
 def part_of_process(recipe: Recipe) -> Part | None:
@@ -343,16 +373,11 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, part: Part |
     else:
         # Absolute, since the file of an adapter names its base by this path.
         source = str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model
-        try:
-            options = {"starts_anew": True, "trust_remote_code": False}
-            if part is not None:
-                options["part"] = part if recipe.retrofit is None else partial(_part_of_retrofit, recipe, part)
-            model = load_whole(AutoModelForCausalLM, source, **options, **recipe.config)
-        except TypeError as error:  # the model's constructor gets each key that is not a field of its configuration
-            raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
-        # Code that came with the model was not run, so the saved model must not refer to it.
-        for name in CODE_FIELDS:
-            vars(model.config).pop(name, None)
+        options = {"starts_anew": True, "trust_remote_code": False}
+        if part is not None:
+            options["part"] = part if recipe.retrofit is None else partial(_part_of_retrofit, recipe, part)
+        load_model = partial(load_whole, AutoModelForCausalLM) if recipe.retrofit is None else load_source
+        model = _load_with_config(recipe, partial(load_model, source, **options))
     if recipe.retrofit is not None:
         # A retrofit of the whole model refuses one that is offloaded.
         model = retrofit(model, **recipe.retrofit) if part is None else retrofit_part(model, **recipe.retrofit)
@@ -361,6 +386,18 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, part: Part |
 
         model = add_adapters(model, **recipe.lora)
     check_fsdp2(model)
+    return model
+
+
+def _load_with_config(recipe: Recipe, load_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """Load a model with `config` of the recipe by a function that takes its fields, and drop fields that name code."""
+    try:
+        model = load_model(**recipe.config)
+    except TypeError as error:  # the model's constructor gets each key that is not a field of its configuration
+        raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
+    # Code that came with the model was not run, so the saved model must not refer to it.
+    for name in CODE_FIELDS:
+        vars(model.config).pop(name, None)
     return model
 
 
@@ -376,7 +413,6 @@ __all__ = [
     "check_start",
     "explain_missing",
     "identify_model",
-    "part_of_process",
     "prepare_data",
     "prepare_model",
     "prepare_tokenizer",

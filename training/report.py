@@ -131,25 +131,25 @@ def _write_files(
         parameters=trainer.total_parameters,
     )
     with contextlib.ExitStack() as stack:
-        stage = out / f".{kind}.partial"  # the temporary directory that `atomic_directory` makes
+        partial_dir = out / f".{kind}.partial"  # the temporary directory that `atomic_directory` makes
         if is_main:
             # A run that was killed before it wrote `results.json` may have left a model, which this one replaces.
             stack.enter_context(atomic_directory(out / kind, written, overwrite=True))
         trainer.accelerator.wait_for_everyone()
-        trainer.save_model(str(stage))  # all processes: a divided model is gathered from them
+        trainer.save_model(str(partial_dir))  # all processes: a divided model is gathered from them
         trainer.accelerator.wait_for_everyone()
         if is_main:
-            (stage / "training_args.bin").unlink(missing_ok=True)
-            tokenizer.save_pretrained(stage)
+            (partial_dir / "training_args.bin").unlink(missing_ok=True)
+            tokenizer.save_pretrained(partial_dir)
             if kind == MODEL:
-                write_card_to(stage, trainer.accelerator.unwrap_model(trainer.model))
+                write_card_to(partial_dir, trainer.accelerator.unwrap_model(trainer.model))
     if is_main:
         if recipe.lora is not None and recipe.merge:
-            with atomic_directory(out / MODEL, WRITTEN_MODEL, overwrite=True) as stage:
+            with atomic_directory(out / MODEL, WRITTEN_MODEL, overwrite=True) as partial_dir:
                 merged = trainer.model.merge_and_unload()
-                merged.save_pretrained(stage)
-                tokenizer.save_pretrained(stage)
-                write_card_to(stage, merged)
+                merged.save_pretrained(partial_dir)
+                tokenizer.save_pretrained(partial_dir)
+                write_card_to(partial_dir, merged)
         curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
         plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)
         atomic_write(out / RESULTS, json.dumps(results, indent=2) + "\n")

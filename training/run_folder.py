@@ -19,6 +19,7 @@ from .recipe import Recipe, read_recipe, write_recipe
 RECIPE, RESULTS, DATA, LOCK = "recipe.yaml", "results.json", "data.json", ".lock"
 MODEL, ADAPTER = "model", "adapter"
 PARTIAL = ".partial-"  # the prefix of a folder that a checkpoint is written into
+COMMIT = "commit "  # the beginning of the text by which `data.json` identifies a model on the Hub
 START = ".start"  # the folder of a whole model that is about to be divided
 # Folders that a killed run may leave half-written, the second of them by `atomic_directory`.
 HALF_WRITTEN = (f"{PARTIAL}*", ".*.partial", START)
@@ -147,9 +148,13 @@ def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
         # A key that the record lacks cannot be compared.
         if changed := [f"`{name}`" for name in digests if before.get(name, digests[name]) != digests[name]]:
             verb = "have" if len(changed) > 1 else "has"
+            commits = [str(record.get("model", "")) for record in (before, digests)]
+            detail = ""
+            if commits[0] != commits[1] and all(text.startswith(COMMIT) for text in commits):
+                detail = f" (`model` was at {commits[0]} on the Hub, and is at {commits[1]} now)"
             raise FileExistsError(
-                f"{' and '.join(changed)} {verb} changed since the run in {out} began: resuming would train another "
-                "model. Put it back as it was, or choose another `out`."
+                f"{' and '.join(changed)} {verb} changed since the run in {out} began{detail}: resuming would train "
+                "another model. Put it back as it was, or choose another `out`."
             )
         return
     atomic_write(path, json.dumps(digests, indent=2) + "\n")

@@ -4,21 +4,20 @@ It differs from `Trainer` as follows:
 
 - The recipe decides the optimizer and the schedule.
 - A checkpoint is written under another name and then renamed. SIGTERM saves a checkpoint and stops the run.
-- A loss that is not finite stops the run, and the error names the documents.
+- A loss or a gradient that is not finite stops the run. The error names the documents of a loss.
 - The held-out loss is a mean over tokens.
 - The log has the load of the experts, tokens/s and the depth attention.
 """
 
 import contextlib
+import math
 import os
 import secrets
 import shutil
-import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,10 +26,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    EvalLoopOutput,
+    TrainOutput,
+    get_last_checkpoint,
+    rotate_checkpoints,
+)
 from transformers.utils.generic import is_flash_attention_requested
 
 from attnres.configuration_attnres import ResidualConfig
@@ -45,6 +50,7 @@ from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
 from .run_folder import PARTIAL
+from .trainer_callbacks import Intervals, StopOnSignal
 
 OPTIMIZER = "optimizer"  # the folder of a divided model's optimizer in a checkpoint
 
@@ -77,13 +83,14 @@ class AttnResTrainer(ResumableTrainer):
 
     Attributes:
         recipe: The recipe.
-        stopping: The callback that listens for SIGTERM.
+        stopping: The callback that ends the run after SIGTERM.
         divided: Whether `transformers` has divided the model among the processes.
         best_step: The step of the checkpoint that `load_best_model_at_end` has loaded, `None` without one.
 
     Raises:
         ValueError: The recipe sets `separate_documents`, and the model cannot keep documents apart.
-        FloatingPointError: From `train`: the loss is not finite.
+        FloatingPointError: From `train`: the loss, a held-out loss or the norm of the gradients is not finite. From
+            `evaluate`: the held-out loss is not.
         OSError: From `train`: a checkpoint cannot be written. The one before it stays.
     """
 
@@ -94,7 +101,7 @@ class AttnResTrainer(ResumableTrainer):
         self.stopping = StopOnSignal(self)
         self._saving_in: str | None = None  # the folder that a checkpoint is being written into
         self.best_step: int | None = None
-        callbacks = [*self._callbacks(), self.stopping]
+        callbacks = [Intervals(), *self._callbacks(), self.stopping]
         # The warning is about changing a layer's output in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self.divided: bool = getattr(model, "is_distributed_loading_by_transformers", False)
@@ -129,6 +136,13 @@ class AttnResTrainer(ResumableTrainer):
         batch = collate(rows)
         check_token_ids(batch["input_ids"], self.model, f"the data ({'; '.join(batch['documents'])})")
         return batch
+
+    def train(self, *arguments: Any, **options: Any) -> TrainOutput:
+        """Train as `Trainer` does, and restore the handler of SIGTERM also if training fails."""
+        try:
+            return super().train(*arguments, **options)
+        finally:
+            self.stopping.restore_handler()
 
     # The optimizer and the schedule. `Trainer` may call these methods more than once.
 
@@ -194,11 +208,31 @@ class AttnResTrainer(ResumableTrainer):
     def _check_loss(self, loss: Tensor, documents: Sequence[str] | None) -> None:
         """Raise FloatingPointError if the loss of a training batch is not finite."""
         if not torch.isfinite(loss):
-            last = get_last_checkpoint(self.args.output_dir)
-            raise FloatingPointError(
-                f"the loss is {loss.item()} in step {self.state.global_step + 1}, on {'; '.join(documents)}. "
-                f"The last good checkpoint is {last or 'none'}."
-            )
+            raise self._not_finite("loss", loss.item(), self.state.global_step + 1, documents)
+
+    def _not_finite(
+        self, name: str, value: float, step: int, documents: Sequence[str] | None = None, kind: str = ""
+    ) -> FloatingPointError:
+        """Return the error for a number of a step that is not finite."""
+        place = f", on {kind}{'; '.join(documents)}" if documents else ""
+        last = get_last_checkpoint(self.args.output_dir) or "none"
+        return FloatingPointError(f"the {name} is {value} in step {step}{place}. The last good checkpoint is {last}.")
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Tensor, grad_norm: Tensor | float | None, *arguments: Any, **options: Any
+    ) -> None:
+        """Log, evaluate and save after a step, as `Trainer` calls it.
+
+        Raises:
+            FloatingPointError: The norm of the step's gradients is not finite. A checkpoint would hold NaN.
+        """
+        # Here, not before the step of the optimizer: the GPU has just been waited for, by `StopOnSignal`. The scaler of
+        # fp16 skips the step for such a norm, and goes on with a smaller scale.
+        if grad_norm is not None and not self.accelerator.optimizer_step_was_skipped:
+            norm = float(grad_norm)
+            if not math.isfinite(norm):
+                raise self._not_finite("norm of the gradients", norm, self.state.global_step)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *arguments, **options)
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         """Count the tokens of a batch, as `Trainer` calls it, once for all processes that compute the same batch."""
@@ -216,14 +250,20 @@ class AttnResTrainer(ResumableTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
-        """Compute the loss of a batch of held-out rows, and add it to the mean over tokens."""
+        """Compute the loss of a batch of held-out rows, and add it to the mean over tokens.
+
+        Raises:
+            FloatingPointError: The loss is not finite.
+        """
         inputs = self._prepare_inputs(inputs)
-        inputs.pop("documents", None)
+        documents = inputs.pop("documents", None)
         numbers, labels = inputs.pop(ROW), inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
             logits = self._compute_logits(model, inputs)
         if logits is not None:
-            self._held_out.add(numbers, logits, labels)
+            loss = self._held_out.add(numbers, logits, labels)
+            if not math.isfinite(loss):
+                raise self._not_finite("loss", loss, self.state.global_step, documents, "held-out ")
         # `Trainer` averages the returned losses, and `evaluation_loop` replaces its average.
         return torch.zeros((), device=labels.device), None, None
 
@@ -343,26 +383,35 @@ class AttnResTrainer(ResumableTrainer):
 
     # Checkpoints of divided models: each process reads and writes its part.
 
+    @property
+    def has_optimizer_parts(self) -> bool:
+        """Return whether each process writes its part of the optimizer's state into a checkpoint."""
+        return self.divided
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         # A divided model has been loaded from the checkpoint already.
         if not self.divided:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.divided:
+        if not self.has_optimizer_parts:
             return super()._save_optimizer_and_scheduler(output_dir)
         save_optimizer_distributed(self.model, self.optimizer.optimizer, f"{output_dir}/{OPTIMIZER}")
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER_NAME}")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self.divided or checkpoint is None:
+        if not self.has_optimizer_parts or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         folder = Path(checkpoint)
         with explained_reading(folder / OPTIMIZER, folder):
             load_optimizer_distributed(self.model, self.optimizer.optimizer, str(folder / OPTIMIZER))
         with explained_reading(folder / SCHEDULER_NAME, folder):
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            self._load_schedule(folder / SCHEDULER_NAME)
+
+    def _load_schedule(self, path: Path) -> None:
+        """Continue the schedule at the step of a checkpoint."""
+        self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
 
 
 @contextlib.contextmanager
@@ -408,37 +457,3 @@ def _flush(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-class StopOnSignal(TrainerCallback):
-    """A callback that, on SIGTERM to any of the processes, saves a checkpoint after the step and ends training.
-
-    Args:
-        trainer: The trainer that it is a callback of.
-
-    Attributes:
-        received: Whether a process has received SIGTERM.
-    """
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-        self.received = False
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Begin to listen for SIGTERM."""
-        self._previous_handler = signal.signal(signal.SIGTERM, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-
-    def on_step_end(self, args, state, control, **kwargs):
-        """Save and stop if a process has received SIGTERM."""
-        # All processes have to stop after the same step, whichever of them has received the signal.
-        flag = torch.tensor(int(self.received), device=args.device)
-        self.received = bool(self.trainer.accelerator.reduce(flag, "sum"))
-        if self.received:
-            control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args, state, control, **kwargs):
-        """Restore the previous handler of SIGTERM."""
-        signal.signal(signal.SIGTERM, self._previous_handler)

@@ -38,7 +38,7 @@ DECIDED_BY_RUN = {
     "hub_token": "`hf auth login`",
     "use_cpu": "the variable ACCELERATE_USE_CPU=true of the environment",
     "parallelism_config": "`distributed`",
-    **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "label_names"), None),
+    **dict.fromkeys(("logging_nan_inf_filter", "remove_unused_columns", "label_names", "use_cache"), None),
     # With one of these, a resumed run could not go on, or would be another run.
     **dict.fromkeys(("save_only_model", "ignore_data_skip", "train_sampling_strategy", "dataloader_in_order"), None),
     # After training, `Trainer` casts the model for an evaluation, and the result would be saved in 16 bits.
@@ -53,6 +53,7 @@ CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwar
 # Field -> the check of its value, and the allowed values as the error message names them.
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dataloader_num_workers": (lambda value: isinstance(value, int) and value >= 0, "a whole number, at least 0"),
+    "dataloader_drop_last": (lambda value: not value, "false, since it leaves out held-out rows too"),
     "eval_accumulation_steps": (lambda value: value >= 1, "at least 1"),
     "eval_steps": (lambda value: value > 0, "above 0"),
     "label_smoothing_factor": (lambda value: 0 <= value < 1, "at least 0 and below 1"),

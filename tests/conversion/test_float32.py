@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import KimiLinearForCausalLM
+from transformers import KimiLinearForCausalLM, PreTrainedModel
 
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
+from attnres.training.prepare import build_model
+from attnres.training.recipe import Recipe
 
 from .checkpoints import convert_well, tensors_of
 
@@ -64,10 +66,15 @@ def test_added_tensors_have_the_dtype_of_the_weights_and_not_of_a_bias(published
     assert {tensors_of(tmp_path / "out")[name].dtype for name in added} == {torch.bfloat16}
 
 
-def test_a_retrofit_of_a_directory_keeps_its_float32_biases(published):
+def by_recipe(path) -> PreTrainedModel:
+    return build_model(Recipe(str(path), ("a.txt",), "out", steps=1, retrofit={}), None)
+
+
+@pytest.mark.parametrize("make", [retrofit, by_recipe])
+def test_a_retrofit_of_a_directory_keeps_its_float32_biases(make, published):
     expected = {name: tensor for name, tensor in tensors_of(published).items() if name.endswith(BIASES)}
     before = KimiLinearForCausalLM._keep_in_fp32_modules_strict
-    model = retrofit(published)
+    model = make(published)
     assert model.dtype == torch.bfloat16
     biases = [tensor for name, tensor in model.state_dict().items() if name.endswith(BIASES)]
     assert len(biases) == len(expected) > 0

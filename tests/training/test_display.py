@@ -35,9 +35,11 @@ def begun(tmp_path, clock):
         per_device_train_batch_size=8,
         per_device_eval_batch_size=8,
         gradient_accumulation_steps=2,
-        eval_steps=50,
+        eval_strategy="steps",
+        eval_steps=0.5,  # of the run
     )
     state, shown = TrainerState(max_steps=100), Display()
+    state.compute_steps(arguments, 100)
     shown.on_train_begin(arguments, state, None)
     yield arguments, state, shown
     shown.close()
@@ -58,6 +60,13 @@ def test_the_time_is_estimated_from_the_held_out_loss(begun, clock, capsys):
     # A step trains 16 rows, each in three times the time of an evaluated row; 3 evaluations of 10 rows follow.
     assert 100 * 16 * 3 * 0.5 + 3 * 10 * 0.5 == 2415
     assert capsys.readouterr().out.splitlines()[-1] == "Time: about 40 min for 100 steps."
+
+
+def test_without_evaluations_the_time_is_that_of_the_steps_and_of_the_held_out_loss_at_the_end(begun, clock, capsys):
+    begun[0].eval_strategy = "no"
+    measure(begun, clock, rows=200, seconds=0.1)
+    assert 100 * 16 * 3 * 0.1 + 200 * 0.1 == 500
+    assert capsys.readouterr().out.splitlines()[-1] == "Time: about 8 min for 100 steps."
 
 
 def test_the_estimate_is_shown_once(begun, clock, capsys):

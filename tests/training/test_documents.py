@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.training.documents import DataSpec, Documents
+from attnres.training.documents import DataSpec, Documents, file_identities
 from attnres.training.loaders import END_OF_TEXT
 
 from .blocks import split
@@ -129,6 +130,20 @@ def test_a_folder_laid_out_as_on_the_hub_gives_the_files_of_a_configuration():
         texts("org/name")
     with pytest.raises(ValueError, match=r"^org/name:new has no split 'test'; it has 'train'.$"):
         texts("org/name:new", split="test")
+
+
+def test_the_files_of_a_stream_are_identified_as_they_are_read():
+    write_json_lines("a.jsonl", [{"text": "a"}])
+    spec = DataSpec(("a.jsonl", "absent.jsonl", "org/name"), streaming=True, bad_rows="skip")  # the last is on the Hub
+    assert [name for name, *_ in file_identities(spec)] == ["a.jsonl"]
+    with pytest.raises(FileNotFoundError, match=r"^absent\.jsonl does not exist"):
+        file_identities(replace(spec, bad_rows="error"))
+    Path("data/wiki").mkdir(parents=True)
+    path = write_json_lines("data/wiki/en.jsonl", [{"text": "b"}])
+    files = "configs:\n- config_name: en\n  data_files:\n  - split: train\n    path: en.jsonl\n"
+    Path("data/wiki/README.md").write_text(f"---\n{files}---\n")
+    identities = file_identities(DataSpec("data/wiki:en", streaming=True))
+    assert identities == [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns)]
 
 
 def test_a_benchmark_laid_out_as_on_the_hub_can_be_read(assets):

@@ -138,7 +138,7 @@ def test_a_backward_pass_in_two_parts_gives_the_gradients_of_one(connection, tok
     results = []
     for is_split in (False, True):
         view = view_of(model, chunks[1].layers, False, False)
-        module = ChunkModule(view, BlockCache(), False, copies=is_split)
+        module = ChunkModule(view, BlockCache(), False, clones_sent=is_split)
         received = [tensor.clone().requires_grad_() for tensor in state]
         sent = module(*received, chunk=chunks[1], batch={"input_ids": token_ids})
         gradients = [torch.full_like(tensor, 0.1 * number) for number, tensor in enumerate(sent, start=1)]

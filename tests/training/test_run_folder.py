@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from attnres.training import prepare
 from attnres.training.data import digest_of
 from attnres.training.prepare import identify_model
 from attnres.training.recipe import Recipe
@@ -158,6 +159,18 @@ def test_a_folder_with_a_recipe_that_a_person_wrote_is_not_taken_for_a_run(tmp_p
     with pytest.raises(FileExistsError, match=r"holds other files\. Choose another `out`\."):
         check_folder(tmp_path)
     assert (tmp_path / RECIPE).read_text().startswith("# mine")
+
+
+def test_another_commit_of_a_model_on_the_hub_is_refused_with_both_names(monkeypatch, tmp_path):
+    on_hub = Recipe("org/model", ("a.txt",), "out", steps=8)
+    for commit in ("1a2b", "3c4d"):
+        monkeypatch.setattr(prepare, "find", lambda source, commit=commit: tmp_path / "snapshots" / commit)
+        if commit == "1a2b":
+            check_data(tmp_path, identify_model(on_hub), is_resumed=False)
+            check_data(tmp_path, identify_model(on_hub), is_resumed=True)
+    message = r"^`model` has changed since .* \(`model` was at commit 1a2b on the Hub, and is at commit 3c4d now\): "
+    with pytest.raises(FileExistsError, match=message):
+        check_data(tmp_path, identify_model(on_hub), is_resumed=True)
 
 
 def test_a_model_that_has_changed_since_the_run_began_is_refused(tmp_path):

@@ -1,0 +1,80 @@
+"""The model of a recipe: settings without effect are refused, and a divided model is loaded as a whole one is."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+from attnres.commands import options_train
+from attnres.commands import train as train_command
+from attnres.conversion import retrofit
+from attnres.training import prepare
+from attnres.training.prepare import prepare_model
+from attnres.training.recipe import Recipe, write_recipe
+
+
+@pytest.fixture
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+
+
+def recipe_of(model, folder: Path, **fields) -> Recipe:
+    """Save a model, and return a recipe that trains it further."""
+    model.save_pretrained(folder / "source")
+    return Recipe(str(folder / "source"), ("a.txt",), str(folder / "out"), steps=8, **fields)
+
+
+def test_residual_alone_is_refused_for_a_model_without_residual_tensors(llama, tmp_path):
+    """No tensor would be trained in these steps."""
+    recipe = recipe_of(llama, tmp_path, residual_alone=0.5)
+    with pytest.raises(
+        ValueError, match=r"^`residual_alone` of the recipe is 0\.5, but must be 0: .* has no tensors of"
+    ):
+        prepare_model(recipe, None, None, None)
+    prepare_model(recipe_of(retrofit(llama), tmp_path, residual_alone=0.5), None, None, None)
+
+
+def test_liger_kernels_are_refused_for_a_model_that_liger_does_not_know(llama, tmp_path, monkeypatch):
+    """Liger would only write a line of its log."""
+    table = tmp_path / "liger_kernel" / "transformers" / "monkey_patch.py"
+    table.parent.mkdir(parents=True)
+    table.write_text("MODEL_TYPE_TO_APPLY_LIGER_FN = {'llama': None}")
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = {"use_liger_kernel": True}
+    prepare_model(recipe_of(llama, tmp_path, trainer=trainer), None, None, None)
+    with pytest.raises(
+        ValueError, match="has no effect, since Liger has no kernels for models of type attnres_llama: "
+    ):
+        prepare_model(recipe_of(retrofit(llama), tmp_path, trainer=trainer), None, None, None)
+
+
+def test_a_divided_model_does_not_refer_to_code_that_came_with_its_source(llama, tmp_path, monkeypatch):
+    llama.config.auto_map = {"AutoModelForCausalLM": "strange.Code"}
+    monkeypatch.setattr(prepare, "load_divided", lambda *arguments, **config: llama)
+    model = prepare_model(recipe_of(llama, tmp_path), None, DistributedConfig(), None)
+    assert not hasattr(model.config, "auto_map")
+
+
+@pytest.mark.parametrize("division", [None, DistributedConfig()])
+def test_a_wrong_field_of_the_configuration_is_named_whether_the_model_is_divided_or_not(
+    division, llama, tmp_path, monkeypatch
+):
+    load_whole = partial(prepare.load_whole, prepare.AutoModelForCausalLM)
+    monkeypatch.setattr(prepare, "load_divided", lambda source, *arguments, **config: load_whole(source, **config))
+    recipe = recipe_of(llama, tmp_path, config={"rms_norm_epsilon": 1e-5})
+    with pytest.raises(ValueError, match=r"^`config` of the recipe does not fit .*rms_norm_epsilon"):
+        prepare_model(recipe, None, division, None)
+
+
+def test_the_path_of_a_recipe_is_not_taken_for_its_name(tmp_path, monkeypatch):
+    """The name is written into the card of the model."""
+    names = []
+    monkeypatch.setattr(train_command, "train_in_this_process", lambda recipe, name: names.append(name))
+    recipe = Recipe("attnres-tiny", ("a.txt",), str(tmp_path / "out"), tokenizer="t", steps=8)
+    (tmp_path / "mine.yaml").write_text(write_recipe(recipe))
+    options_train.train(str(tmp_path / "mine.yaml"))
+    options_train.train("pretrain", ["model=attnres-tiny", "train=a.txt", f"out={tmp_path / 'out'}", "tokenizer=t"])
+    assert names == ["", "pretrain"]
