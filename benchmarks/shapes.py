@@ -1,5 +1,6 @@
 """Build the measured models: a standard model with random weights, and each connection on the same weights."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -142,6 +143,11 @@ def with_pseudocode(model: PreTrainedModel) -> PreTrainedModel:
             # The module keeps its tensors. Only its forward pass changes.
             module.__class__ = Pseudocode
     return model
+
+
+def copy_with_shared_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model that shares its parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def compared(results: Mapping[str, T], connection: str) -> dict[str, T]:

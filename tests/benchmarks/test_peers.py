@@ -10,7 +10,16 @@ from transformers.models.inkling2.modeling_inkling2 import Inkling2BlockAttentio
 from attnres import depth_attention_reference
 from attnres.attn_res_attnres import AttnRes
 from benchmarks import ops, peers
-from benchmarks.shapes import EAGER, PSEUDOCODE, STANDARD, connect, shapes, token_ids, variants
+from benchmarks.shapes import (
+    EAGER,
+    PSEUDOCODE,
+    STANDARD,
+    connect,
+    copy_with_shared_weights,
+    shapes,
+    token_ids,
+    variants,
+)
 from benchmarks.timing import Setting
 
 EXACT = {name: peer for name, peer in peers.PEERS.items() if name != "inkling2"}
@@ -83,6 +92,15 @@ def test_all_variants_of_a_model_share_its_weights_and_compute_nearly_its_functi
         torch.testing.assert_close(logits[variant], logits[STANDARD], rtol=0, atol=0.05)
     torch.testing.assert_close(logits[PSEUDOCODE], logits["Block S=4"], rtol=0, atol=1e-4)
     assert not torch.equal(logits["Block S=4"], logits[STANDARD])  # the queries are not zero
+
+
+def test_the_second_copy_of_the_standard_model_shares_its_weights_and_nothing_else():
+    standard = variants(shapes(quick=True)["Llama"], torch.float32, "cpu")[STANDARD]
+    again = copy_with_shared_weights(standard)
+    own, shared = dict(again.named_parameters()), dict(standard.named_parameters())
+    assert own.keys() == shared.keys() and all(own[name] is shared[name] for name in own)
+    assert not {*again.modules()} & {*standard.modules()}
+    assert again.lm_head.weight is again.get_input_embeddings().weight
 
 
 def test_the_pseudocode_takes_the_place_of_every_connection_of_ours():
