@@ -23,7 +23,6 @@ from attnres.configuration import count_parameters, load
 from attnres.conversion.family import DEFAULT_CONNECTION, retrofit_config
 from attnres.eval.paper import benchmarks
 
-
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "sizes.md"
 COUNTS = Path(__file__).with_name("results") / "evaluation.json"
 H100 = Device()
