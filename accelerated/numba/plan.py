@@ -54,8 +54,9 @@ class CpuPlan(InferencePlan):
 
     def _are_served(self, sources: Sources) -> bool:
         """Return whether the loops run on sources of this shape and dtype."""
-        # `pays` comes first, because `supports` loads the loops, in half a second, or in many on a new machine. That is
-        # too long for a small model. A token of any size is taken, because in generation more tokens follow.
+        # `pays` comes first, because `supports` loads the loops, which takes half a second, or many seconds where they
+        # must be compiled first. That is too long for a small model. A token of any size is taken, because in
+        # generation more tokens follow.
         is_token = sources[0].shape[-2:-1] == (1,)
         if not (is_token or self.pays(self._queries[0], sources)):
             return False
