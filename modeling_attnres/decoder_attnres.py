@@ -155,9 +155,11 @@ class DepthReader:
         is_own = isinstance(connection, ResidualConnection) and (norm is None or isinstance(norm, ResidualNorm))
         if not is_own and (hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer")):
             raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
-        is_normed = connection.takes_norm and first is not None
+        takes_norm = connection.takes_norm
+        is_normed = takes_norm and first is not None
         argument = _as_function(getattr(owner, first)) if is_normed else None if norm is None else norm()
-        inputs, _, state = connection(state, argument)
+        # A connection that takes no norm need not have a parameter for one.
+        inputs, _, state = connection(state, argument) if takes_norm or norm is not None else connection(state)
         return inputs, is_normed, state
 
     def after(self, layer_idx: int, state: DepthState) -> DepthState:
