@@ -67,7 +67,7 @@ def differentiable(
             ctx.set_materialize_grads(False)  # missing gradients are `None`, not tensors of zeros
             if not fuse_later_grads:
                 return result, weights
-            return result, weights, *sources_for_later_reads(ctx, sources, ctx.needs_input_grad[4:])
+            return result, weights, *_sources_for_later_reads(ctx, sources, ctx.needs_input_grad[4:])
 
         @staticmethod
         def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
@@ -86,7 +86,7 @@ def differentiable(
             grad_query, grad_sources = (differentiable_backward if is_differentiated else backward)(request)
             return grad_query, None, None, None, *grad_sources
 
-    apply_directly = apply_untransformed(DepthAttentionFunction)
+    apply_directly = _apply_untransformed(DepthAttentionFunction)
 
     def run(
         query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, fuse_later_grads: bool = False
@@ -102,7 +102,7 @@ def differentiable(
     return run
 
 
-def apply_untransformed(function: type[torch.autograd.Function]) -> Callable:
+def _apply_untransformed(function: type[torch.autograd.Function]) -> Callable:
     """Return `function.apply` for callers that know that no transform of torch.func is active.
 
     `apply` asks each argument whether a transform wraps it. For many sources that takes as long as all else it does.
@@ -110,8 +110,10 @@ def apply_untransformed(function: type[torch.autograd.Function]) -> Callable:
     return super(torch.autograd.Function, function).apply
 
 
-def sources_for_later_reads(ctx: Any, sources: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
-    """Return the sources as outputs of a node, which bring the gradients of later reads to its backward pass.
+def _sources_for_later_reads(ctx: Any, sources: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+    """Return aliases of the sources as outputs of this node.
+
+    Later reads use them, so the node's backward pass receives those reads' gradients.
 
     Args:
         ctx: the context of the node's forward pass.
@@ -203,7 +205,7 @@ def norm_grads_in_operations(grad: Tensor, x: Tensor, norm: FollowingNorm) -> tu
     wide, grad = x.to(torch.float32), grad.to(torch.float32)
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     normed = wide * inverse_rms
-    grad_weight = (grad * normed.to(x.dtype)).view(-1, x.shape[-1]).sum(0)
+    grad_weight = (grad * normed.to(x.dtype)).reshape(-1, x.shape[-1]).sum(0)
     scaled = grad * norm.weight
     grad_x = inverse_rms * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     return grad_x.to(x.dtype), grad_weight.to(norm.weight.dtype)
@@ -219,12 +221,10 @@ __all__ = [
     "FollowingNorm",
     "Gradients",
     "add_later_grad",
-    "apply_untransformed",
     "depth_attention_in_operations",
     "differentiable",
     "differentiable_backward",
     "differentiable_grads",
     "norm_grads_in_operations",
     "rms_norm_in_operations",
-    "sources_for_later_reads",
 ]

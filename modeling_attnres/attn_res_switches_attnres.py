@@ -104,8 +104,8 @@ class SwitchedAttnRes(AttnRes):
             require(config, field, isinstance(getattr(config, field), bool), "true or false")
         heads, window, size = config.attn_res_heads, config.attn_res_window, config.hidden_size
         temperature = config.attn_res_temperature
-        is_finite = is_number(temperature) and 1e-30 <= temperature <= 1e30  # of the quotients too
-        require(config, "attn_res_temperature", is_finite, "a number from 1e-30 to 1e30")
+        is_allowed = is_number(temperature) and 1e-30 <= temperature <= 1e30  # usual logits divided by it are finite
+        require(config, "attn_res_temperature", is_allowed, "a number from 1e-30 to 1e30")
         is_divisor = is_count(heads) and size % heads == 0
         require(config, "attn_res_heads", is_divisor, f"an integer >= 1 that divides `hidden_size` ({size})")
         require(config, "attn_res_window", window is None or is_count(window), "None or an integer >= 1")

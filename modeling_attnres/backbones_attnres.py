@@ -10,12 +10,19 @@ from collections.abc import Callable
 from functools import cache
 
 import transformers
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, conversion_mapping
+from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedModel, conversion_mapping
 from transformers.conversion_mapping import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_attnres import BACKBONES, ResidualConfig
-from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel
+from .decoder_attnres import (
+    PooledByMask,
+    ResidualDecoderLayer,
+    ResidualHead,
+    ResidualLanguageModel,
+    ResidualModel,
+)
 from .pretrained_attnres import ResidualPreTrainedModel
 
 _HEADS = {
@@ -30,12 +37,11 @@ on_new_class: list[Callable[[type], None]] = []
 
 
 class BackboneConfig(ResidualConfig):
-    """Base of the configuration classes. An instance registers the models on its backbone with the Auto classes."""
+    """Base of the configuration classes. Its first instance makes the models on its backbone."""
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        for auto_class, model_class in models_on(self.backbone).items():
-            getattr(transformers, auto_class).register(type(self), model_class, exist_ok=True)
+        models_on(self.backbone)
 
 
 @cache
@@ -50,22 +56,35 @@ def config_on(backbone: str) -> type[ResidualConfig]:
 
 @cache
 def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
-    """Return the family's model classes on a backbone by Auto class, such as `"AutoModelForCausalLM"`."""
+    """Return the family's model classes on a backbone by Auto class, such as `"AutoModelForCausalLM"`.
+
+    The first call makes them and registers them with the Auto classes.
+
+    Raises:
+        ValueError: the backbone has no decoder, no language model, or no name of its layers' class.
+    """
     config_class, backbone_config = config_on(backbone), CONFIG_MAPPING[backbone]
     heads = {name: models[backbone_config] for name, models in _HEADS.items() if backbone_config in models}
+    if backbone_config not in MODEL_MAPPING or "AutoModelForCausalLM" not in heads:
+        raise ValueError(
+            f"{backbone!r} must have a decoder and a language model: register their classes with `AutoModel` and "
+            "`AutoModelForCausalLM`."
+        )
     model, causal_lm = MODEL_MAPPING[backbone_config], heads["AutoModelForCausalLM"]
-    # `_no_split_modules` names the backbone's decoder layer. Without a model, no other attribute does.
-    layer_class = _make(getattr(sys.modules[model.__module__], model._no_split_modules[0]), ResidualDecoderLayer)
+    layer_class = _make(_layer_class(backbone, model), ResidualDecoderLayer)
     shared = {"config_class": config_class, "_no_split_modules": [layer_class.__name__]}
     model_class = _make(model, ResidualModel, layer_class=layer_class, **shared)
     shared |= {"model_class": model_class, "base_model_prefix": causal_lm.base_model_prefix}
-    name = causal_lm.__name__.replace("ForCausalLM", "ForSequenceClassification")
-    classifier = _make(model.__base__, ResidualHead, PooledByMask, name=name, **shared)
+    name = causal_lm.__name__.removesuffix("ForCausalLM")
+    classifier = _make(model.__base__, ResidualHead, PooledByMask, name=f"{name}ForSequenceClassification", **shared)
     classes = {"AutoModel": model_class, "AutoModelForSequenceClassification": classifier}
-    classes |= {auto_class: _make(head, ResidualHead, **shared) for auto_class, head in heads.items()}
+    for auto_class, head in heads.items():
+        mixin = ResidualLanguageModel if head is causal_lm else ResidualHead
+        classes[auto_class] = _make(head, mixin, **shared)
     for auto_class, a_class in classes.items():
         a_class.auto_classes = {key: value.__name__ for key, value in classes.items()}
         a_class.register_for_auto_class(auto_class)
+        getattr(transformers, auto_class).register(config_class, a_class, exist_ok=True)
     # Checkpoints have the backbone's tensor names. `transformers` finds renamings by model type or class name.
     of_classes = ((parent.__name__, f"AttnRes{parent.__name__}") for parent in (model, *heads.values()))
     for theirs, ours in ((backbone, config_class.model_type), *of_classes):
@@ -75,6 +94,19 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
     if conversion_mapping.get_checkpoint_conversion_mapping(backbone):
         _adapt_experts_alike(backbone, config_class.model_type)
     return classes
+
+
+def _layer_class(backbone: str, model: type[PreTrainedModel]) -> type[nn.Module]:
+    """Return the class of the layers of a backbone's decoder; raise `ValueError` if the decoder does not name it."""
+    # Without a model, no other attribute names the class.
+    names = model._no_split_modules
+    layer_class = getattr(sys.modules[model.__module__], next(iter(names or ()), ""), None)
+    if layer_class is None:
+        raise ValueError(
+            f"the decoder of {backbone!r} must name the class of its layers, of the same file, first in "
+            f"`_no_split_modules`, which is {names!r}."
+        )
+    return layer_class
 
 
 def _adapt_experts_alike(backbone: str, model_type: str) -> None:
@@ -110,10 +142,18 @@ def _make(parent: type, *mixins: type, name: str | None = None, **members) -> ty
     return new_class
 
 
+def _language_model(backbone: str) -> str:
+    """Return the name of a backbone's language model, without its import; an empty string if there is none."""
+    name, models = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(backbone), _HEADS["AutoModelForCausalLM"]
+    if name is None and CONFIG_MAPPING[backbone] in models:  # a decoder of another package
+        name = models[CONFIG_MAPPING[backbone]].__name__
+    return name or ""
+
+
 def __getattr__(name: str) -> type:
     """Return a class by name; make the classes of its backbone first."""
     for backbone in BACKBONES:
-        prefix = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(backbone, "").removesuffix("ForCausalLM")
+        prefix = _language_model(backbone).removesuffix("ForCausalLM")
         if prefix and name.startswith(f"AttnRes{prefix}"):
             models_on(backbone)
             if name in globals():

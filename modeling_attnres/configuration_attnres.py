@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -124,10 +125,10 @@ BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
 _PREFIXES = ("residual_", "depth_attention_", "attention_gate", "value_residual")
 # Fields of backbones that hold a size, where a backbone has them.
 _SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "head_dim"),
-    *("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim"),
-    *("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "moe_intermediate_size"),
-)
+    "vocab_size", "hidden_size", "intermediate_size", "head_dim",
+    "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim",
+    "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "moe_intermediate_size",
+)  # fmt: skip
 _MAX_LAYERS, _MAX_DEPTH = 10_000, 100
 
 
@@ -212,8 +213,10 @@ class ResidualConfig(
         require(self, "residual_connection", self.residual_connection in [*CONNECTIONS], one_of(CONNECTIONS))
         connection = CONNECTIONS[self.residual_connection]
         for field, default in connection.fields.items():
-            # Set on the instance, and not only on the class: then `config.json` holds the field.
-            setattr(self, field, getattr(self, field, default))
+            # Set on the instance, and not only on the class: then `config.json` holds the field. A default that can be
+            # changed in place, such as a list, is copied.
+            if field not in vars(self):
+                setattr(self, field, deepcopy(getattr(self, field, default)))
         connection.check(self)
         check_attention_gate(self)
         check_value_residual(self)

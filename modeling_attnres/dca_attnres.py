@@ -31,10 +31,13 @@ class DCAFields:
 
 
 class DCA(ResidualConnection):
-    """DCA's weighted sums. State: the embedding, then the outputs or, with a window, the sum of older ones before them.
+    """DCA's weighted sums.
 
-    Each is `[batch, seq, hidden]`. Tensors, for n tensors in the state: `bias` `[n, hidden]` is `b - 1`, `weight`
-    `[1, hidden]` is `w`, and `scale` `[1]` is `s`. The first sublayer has none.
+    State: the embedding and all outputs. With a window: the embedding, the sum of older outputs, and the last k
+    outputs. Each is `[batch, seq, hidden]`.
+
+    Tensors, for n tensors in the state: `bias` `[n, hidden]` is `b - 1`, `weight` `[1, hidden]` is `w`, and `scale`
+    `[1]` is `s`. The first sublayer has none.
     """
 
     name = "dca"

@@ -7,11 +7,12 @@ needed. `ResidualDecoderLayer.forward` is the way of the state through one layer
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
 from transformers.utils import can_return_tuple
@@ -19,7 +20,7 @@ from transformers.utils import can_return_tuple
 from .attention_gate_attnres import add_attention_gate
 from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
 from .documents_attnres import keep_documents_apart, separate_under_mask
-from .experts_attnres import call_mlp
+from .experts_attnres import call_module
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
@@ -92,7 +93,7 @@ class ResidualDecoderLayer:
                 for name in branch[is_normed:]:  # without the first module, if the read has applied that norm
                     module = modules[name]
                     if name not in ("attention", "self_attn"):
-                        output = call_mlp(module, output)
+                        output = call_module(module, output)
                     elif self.mixes_values:
                         output, *_, first_values = self.attend(module, output, first_values=first_values, **kwargs)
                     else:
@@ -154,9 +155,11 @@ class DepthReader:
         is_own = isinstance(connection, ResidualConnection) and (norm is None or isinstance(norm, ResidualNorm))
         if not is_own and (hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer")):
             raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
-        is_normed = connection.takes_norm and first is not None
+        takes_norm = connection.takes_norm
+        is_normed = takes_norm and first is not None
         argument = _as_function(getattr(owner, first)) if is_normed else None if norm is None else norm()
-        inputs, _, state = connection(state, argument)
+        # A connection that takes no norm need not have a parameter for one.
+        inputs, _, state = connection(state, argument) if takes_norm or norm is not None else connection(state)
         return inputs, is_normed, state
 
     def after(self, layer_idx: int, state: DepthState) -> DepthState:
@@ -336,6 +339,34 @@ class ResidualHead(ResidualPreTrainedModel):
         if recorded:
             (outputs["depth_attentions"],) = recorded
         return outputs
+
+
+class ResidualLanguageModel(ResidualHead):
+    """Mixin of a backbone's language model, such as `LlamaForCausalLM`."""
+
+    # With its name and signature: tools of `transformers` look for a `generate` that is not of `GenerationMixin`.
+    @wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs) -> Any:
+        """Generate text as `transformers` does; see there for arguments and result.
+
+        Raises:
+            ValueError: also with `assistant_early_exit`, if the output cannot read after fewer layers.
+        """
+        config = self.base_model.config
+        layers = config.num_hidden_layers
+        try:
+            return super().generate(*args, **kwargs)
+        except ValueError as error:
+            used = config.num_hidden_layers
+            if used == layers:
+                raise
+            raise ValueError(
+                f"`assistant_early_exit` is {used}, but this model cannot leave out later layers: {error} Generate "
+                "without `assistant_early_exit`."
+            ) from error
+        finally:
+            # For a draft `transformers` lowers the number, and does not restore it after an error.
+            config.num_hidden_layers = layers
 
 
 class PooledByMask(GenericForSequenceClassification):

@@ -19,6 +19,8 @@ from transformers import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
+from .documents_attnres import is_start
+
 
 def convolve(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None = None
@@ -117,11 +119,6 @@ def step(
 def convolve_step(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """Compute the convolution of one token `[batch, channels, 1]`; update `state` `[batch, channels, kernel]`."""
     return kimi_linear.causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
-
-
-def is_start(seq_idx: Tensor) -> Tensor:
-    """Return where documents begin, `[batch, seq]`; each row begins with one."""
-    return F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
 
 
 class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):

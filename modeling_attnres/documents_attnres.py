@@ -182,11 +182,15 @@ def _abridged(tensor: Tensor) -> str:
     return str(tensor.tolist() if tensor.numel() < 10 else f"of shape {list(tensor.shape)}")
 
 
+def is_start(documents: Tensor) -> Tensor:
+    """Return where documents begin, `[batch, seq]`, from their numbers `[batch, seq]`; each row begins with one."""
+    return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+
+
 def positions_in(documents: Tensor) -> Tensor:
     """Return the position of each token in its document, `[batch, seq]`, from the documents' numbers `[batch, seq]`."""
     tokens = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return tokens - tokens.masked_fill(~is_start, 0).cummax(-1).values
+    return tokens - tokens.masked_fill(~is_start(documents), 0).cummax(-1).values
 
 
 def keep_documents_apart(arguments: Arguments, config: Any, makes_cache: bool) -> tuple[Arguments, Tensor | None]:

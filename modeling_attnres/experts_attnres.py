@@ -1,4 +1,4 @@
-"""The call of an MLP that may have routed experts, with an error that says which setting helps.
+"""The call of a module that may have routed experts, with an error that says which setting helps.
 
 By default `transformers` multiplies all experts at once, by `grouped_mm` of PyTorch. That takes some widths and dtypes
 only, and its errors name neither the weights nor the setting.
@@ -11,19 +11,20 @@ _ALIGNMENT = 16  # bytes
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def call_mlp(mlp: nn.Module, hidden_states: Tensor) -> Tensor:
-    """Compute the output `[batch, seq, hidden]` of an MLP for an input of that shape.
+def call_module(module: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Compute the output `[batch, seq, hidden]` of a norm, an MLP or a dropout for an input of that shape.
 
     Raises:
-        ValueError: `grouped_mm` cannot multiply the weights of its experts, because of their width or dtype.
+        ValueError: the module is an MLP, and `grouped_mm` cannot multiply the weights of its experts, because of their
+            width or dtype.
     """
     # A graph has no handlers of exceptions, and other kernels for some of these weights.
     if torch.compiler.is_compiling():
-        return mlp(hidden_states)
+        return module(hidden_states)
     try:
-        return mlp(hidden_states)
+        return module(hidden_states)
     except RuntimeError as error:
-        weight = _unfit_weight(mlp)
+        weight = _unfit_weight(module)
         if weight is None:
             raise
         raise ValueError(
@@ -33,9 +34,9 @@ def call_mlp(mlp: nn.Module, hidden_states: Tensor) -> Tensor:
         ) from error
 
 
-def _unfit_weight(mlp: nn.Module) -> Tensor | None:
-    """Return a weight of an MLP's experts that `grouped_mm` does not take; `None` if it is not used or takes all."""
-    experts = getattr(mlp, "experts", None)
+def _unfit_weight(module: nn.Module) -> Tensor | None:
+    """Return a weight of a module's experts that `grouped_mm` does not take; `None` if it is not used or takes all."""
+    experts = getattr(module, "experts", None)
     # A private field, but `transformers` has no other that holds the setting of a module.
     if getattr(getattr(experts, "config", None), "_experts_implementation", None) != "grouped_mm":
         return None

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .functional_attnres import attend_directly, attend_generally, reference
 
-SCALES = ("mean", "sum")
+_SCALES = ("mean", "sum")
 
 
 def depth_attention(
@@ -42,7 +42,7 @@ def depth_attention(
     """
     attended = None
     # This path checks the tensors itself. A query `[1, D]`, as layers have, is its only other freedom.
-    if scale in SCALES and len(sources) and query.ndim == 1:
+    if scale in _SCALES and len(sources) and query.ndim == 1:
         is_sum = scale == "sum"
         attended = attend_directly(
             query, sources, key_norm_weight, eps, is_sum, implementation, needs_weights=return_weights
@@ -70,7 +70,7 @@ def depth_attention_reference(
 
 
 def _check(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor | None, scale: str) -> None:
-    if scale not in SCALES:
+    if scale not in _SCALES:
         raise ValueError(f"`scale` is {scale!r}, but must be one of 'mean', 'sum'.")
     if len(sources) == 0:
         raise ValueError("`sources` is empty, but must hold at least one source (the embedding).")

@@ -84,7 +84,6 @@ class GatedResidual(ResidualStreams):
         rank = config.gated_residual_rank or max(hidden // 8, 1)
         self.std = getattr(config, "initializer_range", 0.02)
         self.gains = nn.Parameter(torch.zeros(n, hidden))
-        # Its powers of two are exact in every dtype.
         self.is_apart = config.residual_streams_start == "apart"
         self.register_buffer("start", torch.zeros(n, hidden if self.is_apart else 1), persistent=False)
         self.down = nn.Parameter(torch.zeros(rank, n * hidden))

@@ -30,6 +30,7 @@ class Highway(ResidualConnection):
 
     name = "highway"
     fields = field_defaults(HighwayFields)
+    start_fields = ("highway_bias",)
     float32 = True  # beside the -1 of a bias's start, bfloat16 would lose the steps of training
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):

@@ -314,6 +314,8 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
 
         The name is private, but only there can the files be checked before they are loaded.
         """
+        if getattr(model, "_hf_peft_config_loaded", False):  # these are the tensors of an adapter
+            return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
         with ExitStack() as stack:
             if state_dict is None and checkpoint_files:
                 state_dict = {}

@@ -18,16 +18,16 @@ from .residual_attnres import FamilyWarning, explain_source, is_count, is_number
 
 # Fields of the text model in the order of the released `config.json`, under the names that it has there.
 _TEXT_FIELDS = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act", "activation_situ_beta"),
-    *("activation_situ_linear_beta", "rms_norm_eps", "initializer_range", "max_position_embeddings"),
-    *("num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
-    *("qk_rope_head_dim", "v_head_dim", "mla_use_nope", "mla_use_output_gate", "attention_bias", "attention_dropout"),
-    *("num_experts", "num_experts_per_token", "num_shared_experts", "moe_intermediate_size"),
-    *("routed_expert_hidden_size", "latent_moe_use_norm", "first_k_dense_replace", "moe_layer_freq"),
-    *("moe_renormalize", "moe_router_activation_func", "topk_method", "use_grouped_topk", "num_expert_group"),
-    *("topk_group", "routed_scaling_factor", "num_nextn_predict_layers", "tie_word_embeddings", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
-)
+    "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act", "activation_situ_beta",
+    "activation_situ_linear_beta", "rms_norm_eps", "initializer_range", "max_position_embeddings",
+    "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "mla_use_nope", "mla_use_output_gate", "attention_bias", "attention_dropout",
+    "num_experts", "num_experts_per_token", "num_shared_experts", "moe_intermediate_size",
+    "routed_expert_hidden_size", "latent_moe_use_norm", "first_k_dense_replace", "moe_layer_freq",
+    "moe_renormalize", "moe_router_activation_func", "topk_method", "use_grouped_topk", "num_expert_group",
+    "topk_group", "routed_scaling_factor", "num_nextn_predict_layers", "tie_word_embeddings", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
 # Field of the released `linear_attn_config` -> field of the configuration.
 _LINEAR_FIELDS = {
     "num_heads": "linear_num_heads",
@@ -62,20 +62,20 @@ _WRITTEN_NULLS = ("q_lora_rank", "num_experts")
 # A field of the text model that is not in this class is one of three kinds. The first has no effect: releases, older
 # releases of the same authors or `transformers` have the field, and this model needs no such number. It is kept.
 _WITHOUT_EFFECT = (
-    *("aux_loss_alpha", "ep_size", "head_dim", "model_max_length", "num_nextn_predict_layers", "pretraining_tp"),
-    *("rope_parameters", "rope_scaling", "rope_theta", "seq_aux", "qk_head_dim", "output_router_logits"),
-    *("_name_or_path", "attn_implementation", "experts_implementation", "name_or_path", "num_labels", "torch_dtype"),
-    *("output_attentions", "pruned_heads", "torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict"),
-    *("add_cross_attention", "cross_attention_hidden_size", "is_decoder", "tie_encoder_decoder"),
-)
+    "aux_loss_alpha", "ep_size", "head_dim", "model_max_length", "num_nextn_predict_layers", "pretraining_tp",
+    "rope_parameters", "rope_scaling", "rope_theta", "seq_aux", "qk_head_dim", "output_router_logits",
+    "_name_or_path", "attn_implementation", "experts_implementation", "name_or_path", "num_labels", "torch_dtype",
+    "output_attentions", "pruned_heads", "torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict",
+    "add_cross_attention", "cross_attention_hidden_size", "is_decoder", "tie_encoder_decoder",
+)  # fmt: skip
 # The second is of the architecture: its name begins like that of a size, a switch or a function. It is refused. The
 # third is any other: it is kept, and a warning names it.
 _OF_ARCHITECTURE = (
-    *("activation_", "attention_", "attn_", "conv_", "dense_", "embedding_", "expert", "ffn_", "final_", "full_"),
-    *("gate_", "head_", "hidden_", "kda_", "kv_", "latent_", "layer_", "linear_", "logit", "mla_", "mlp_", "moe_"),
-    *("n_", "norm_", "num_", "q_", "qk_", "residual_", "rms_", "rope_", "routed_", "router_", "safe_"),
-    *("shared_", "short_", "situ", "sliding_", "topk_", "use_", "v_"),
-)
+    "activation_", "attention_", "attn_", "conv_", "dense_", "embedding_", "expert", "ffn_", "final_", "full_",
+    "gate_", "head_", "hidden_", "kda_", "kv_", "latent_", "layer_", "linear_", "logit", "mla_", "mlp_", "moe_",
+    "n_", "norm_", "num_", "q_", "qk_", "residual_", "rms_", "rope_", "routed_", "router_", "safe_",
+    "shared_", "short_", "situ", "sliding_", "topk_", "use_", "v_",
+)  # fmt: skip
 # Fields that describe the file, not the model.
 _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
 # Fields that name code. A saved model refers to the code of this package alone.
@@ -357,10 +357,10 @@ class AttnResKimiK3Config(AttnResConfig):
         """
         experts, shared = self.num_local_experts, self.n_shared_experts
         # The router ranks groups of experts by the best two of each.
-        is_number = experts is None or (is_count(experts) and experts >= 2)
-        require(self, "num_experts", is_number, "an integer >= 2, or null where the MLPs of all layers are dense")
-        is_number = shared is None or shared == 0 or is_count(shared)
-        require(self, "num_shared_experts", is_number, "an integer >= 0")
+        is_allowed = experts is None or (is_count(experts) and experts >= 2)
+        require(self, "num_experts", is_allowed, "an integer >= 2, or null where the MLPs of all layers are dense")
+        is_allowed = shared is None or shared == 0 or is_count(shared)
+        require(self, "num_shared_experts", is_allowed, "an integer >= 0")
         for name in _SWITCHES:
             require(self, name, isinstance(getattr(self, name), bool), "true or false")
         self._check_dense_layers()

@@ -19,7 +19,13 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .configuration_attnres import AttnResConfig, Sublayers
-from .decoder_attnres import PooledByMask, ResidualDecoderLayer, ResidualHead, ResidualModel
+from .decoder_attnres import (
+    PooledByMask,
+    ResidualDecoderLayer,
+    ResidualHead,
+    ResidualLanguageModel,
+    ResidualModel,
+)
 from .delta_attention_attnres import DeltaAttention
 from .documents_attnres import cache_of, keep_documents_apart
 from .functional_attnres import accelerated
@@ -39,8 +45,9 @@ class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLay
         """Add the residual connections, and replace the delta attention by the family's; see the base class."""
         super().connect(config, sublayers, layer_idx)
         if self.block_type != "full_attention":
-            # Kimi Linear's layer makes its delta attention of a fixed class. The family's class differs only in its
-            # `forward`. To make the module again would initialise its weights twice, so only the class changes.
+            # Kimi Linear's layer makes its delta attention of a fixed class. The family's class adds methods but no
+            # tensors, so only the class changes: a new module would draw its start a second time. (Kimi K3's layer has
+            # made the right class already.)
             self.self_attn.__class__ = self.delta_attention_class
             if accelerated is not None:
                 accelerated.accelerate_delta_attention(self.self_attn)
@@ -86,7 +93,7 @@ class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinear
         return for_linear_attention(arguments, self.config, dtype, documents, layer_idx)
 
 
-class AttnResForCausalLM(ResidualHead, AttnResPreTrainedModel, kimi_linear.KimiLinearForCausalLM):
+class AttnResForCausalLM(ResidualLanguageModel, AttnResPreTrainedModel, kimi_linear.KimiLinearForCausalLM):
     """[`KimiLinearForCausalLM`] with attention residuals or another of `CONNECTIONS`: the language model."""
 
     model_class = AttnResModel

@@ -22,6 +22,7 @@ from .documents_attnres import (
     cache_of,
     check_values,
     documents_under_mask,
+    is_start,
     refuse_cache,
     separate_under_mask,
     shape_of,
@@ -122,10 +123,16 @@ def _padding_in(cache: Any, batch: int, seen: int, device: torch.device) -> Tens
     was_real = getattr(cache, _REAL, None)
     if was_real is None or not seen or was_real.shape[0] != batch:
         return None
-    # Tokens after the noted ones were read with other masks, and count as real. Notes from before the cache was emptied
-    # are cut off.
-    was_real = was_real[:, :seen].to(device)
+    # Tokens after the noted ones were read with other masks, and count as real.
+    was_real = was_real.to(device)
     return F.pad(was_real, (0, seen - was_real.shape[1]), value=True)
+
+
+def _cut_note(cache: Any) -> None:
+    """Drop what is noted of tokens that are no longer in the cache, because it was reset or cropped."""
+    note = getattr(cache, _REAL, None)
+    if note is not None and not is_tracing(note):
+        setattr(cache, _REAL, note[:, : int(cache.get_seq_length())])
 
 
 def _note_padding(
@@ -213,6 +220,8 @@ def for_linear_attention(
     if shape is None:
         return arguments
     length, cache, mask = shape[1], cache_of(arguments), arguments.get("attention_mask")
+    # In every pass, because another one may fill the cache again without a mask over pairs.
+    _cut_note(cache)
     positions = arguments.get("position_ids")
     if positions is not None and positions.ndim > 2:
         raise ValueError(f"`position_ids` must be [batch, seq], but have the shape {list(positions.shape)}.")
@@ -250,15 +259,14 @@ def for_linear_attention(
         order = find_order(is_real, keeps_state, cache is not None and cache.has_previous_state(layer_idx))
         if order is not None:
             arguments["real_tokens"] = order
-        elif has_square_mask and not bool(is_real.all()):
+        elif has_square_mask:
             arguments["attention_mask"]["linear_attention"] = is_real
     if documents is not None:
         arguments["seq_idx"] = documents.int()
         if documents.device.type != "cpu" and not is_tracing(documents):
             # Computed once for all layers, because the CPU waits for the device here.
-            is_start = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
             ends = documents.new_full((1,), documents.numel())
-            arguments["cu_seqlens"] = torch.cat((is_start.flatten().nonzero().flatten(), ends))
+            arguments["cu_seqlens"] = torch.cat((is_start(documents).flatten().nonzero().flatten(), ends))
     return arguments
 
 

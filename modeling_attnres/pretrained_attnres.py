@@ -57,7 +57,8 @@ class ResidualPreTrainedModel:
         super().__init_subclass__(**kwargs)
         if not issubclass(cls, PreTrainedModel):
             return  # a mixin, such as `ResidualModel`
-        backbone = next(c for c in cls.__mro__ if c.__module__.startswith("transformers.models."))
+        bases = (c for c in cls.__mro__ if issubclass(c, PreTrainedModel))
+        backbone = next(c for c in bases if not issubclass(c, ResidualPreTrainedModel))
         cls.__doc__ = cls.__doc__ or f"[`{backbone.__name__}`] with attention residuals or another of `CONNECTIONS`."
         # By default `transformers` would search the file of the class for the experts' decorator.
         cls._can_set_experts_implementation = backbone._can_set_experts_implementation
@@ -154,7 +155,7 @@ class ResidualPreTrainedModel:
         """Load a checkpoint of the family or of a backbone. From a backbone's, connections have their initial values.
 
         Args:
-            pretrained_model_name_or_path: a folder or Hub id.
+            pretrained_model_name_or_path: a folder or Hub id, of a model or of an adapter, whose base is checked.
             args: as in `transformers`.
             kwargs: as in `transformers`.
 
@@ -173,19 +174,37 @@ class ResidualPreTrainedModel:
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_source(source), explain_broken_shard(source, kwargs.get("subfolder", "")):
             model, info = super().from_pretrained(source, *args, **kwargs)
+        loads, tensors = [(source, info)], added_by_kind(model)
+        loaded = vars(model).pop("_loaded", None)
+        if loaded is not None and getattr(model, "_hf_peft_config_loaded", False):
+            # The source is an adapter, or has one beside its weights, and `info` is the adapter's.
+            of_base, tensors = loaded
+            loads.append((model.config.name_or_path, of_base))
         if not options.get("ignore_mismatched_sizes"):  # `transformers` ignored them, see above
-            check_shapes(info["mismatched_keys"], source)
-        for added in added_by_kind(model):
-            check_added(model, added, info["missing_keys"], source)
+            for name, found in loads:
+                check_shapes(found["mismatched_keys"], name)
+        source, found = loads[-1]
+        for added in tensors:
+            check_added(model, added, found["missing_keys"], source)
         if source is not None:
             # By the class of the model: a config.json may hold the fields in another form than the configuration does.
             stored = cls.config_class.fields_of_file(stored_fields(source, **options))
-            warn_of_change(model, stored, source, info)
+            warn_of_change(model, stored, source, found)
         if _by_own_names(source or "", kwargs.get("subfolder", "")):
             # No renaming applied to these names, and a save would apply none either. Without the attribute, a save
             # derives the renamings from the model type.
             vars(model).pop("_weight_conversions", None)
         return (model, info) if options.get("output_loading_info") else model
+
+    @staticmethod
+    def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+        """Finish a load as `transformers` does, and keep its result for the checks of `from_pretrained`.
+
+        The name is private, but nothing else shows what was loaded where an adapter is loaded next.
+        """
+        loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+        model._loaded = loading_info.to_dict(), added_by_kind(model)
+        return loading_info
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs):
         """Save as `transformers` does, with the family's code; replace an older save in the folder as a whole.
@@ -196,10 +215,10 @@ class ResidualPreTrainedModel:
             OSError: no weights were written, or a file could not be moved.
         """
         put_back_changed(self.config, self.base_model.built_with)
-        # FSDP2 derives the model's class from the family's, in a module of torch. `transformers` saves the name and the
-        # code of the class, so it must see the family's.
+        # FSDP2 derives the model's class from the family's, and so may a user. `transformers` saves the name and the
+        # code of the class, so it must see the one that was registered for this.
         cls = type(self)
-        own = next(c for c in cls.__mro__ if not c.__module__.startswith("torch."))
+        own = next((c for c in cls.__mro__ if vars(c).get("_auto_class") is not None), cls)
         named = cls.__module__, cls.__name__
         kwargs.setdefault("save_original_format", not _by_own_names(save_directory))
         self.config.auto_map = auto_map(own)
@@ -241,7 +260,10 @@ def auto_map(model_class: type[ResidualPreTrainedModel]) -> dict[str, str]:
     """Return the entry `auto_map` of `config.json`: Auto class -> class in the saved code, as `file.Class`."""
     config_class = model_class.config_class
     model_file, config_file = (cls.__module__.rpartition(".")[2] for cls in (model_class, config_class))
-    heads = {auto_class: f"{model_file}.{name}" for auto_class, name in model_class.auto_classes.items()}
+    classes = model_class.auto_classes
+    if model_class.__name__ not in classes.values():  # a class that a user has derived, alone in its file
+        classes = {} if model_class._auto_class is None else {model_class._auto_class: model_class.__name__}
+    heads = {auto_class: f"{model_file}.{name}" for auto_class, name in classes.items()}
     return {"AutoConfig": f"{config_file}.{config_class.__name__}"} | heads
 
 

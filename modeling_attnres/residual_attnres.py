@@ -109,7 +109,7 @@ class ResidualConnection(nn.Module):
     options: ClassVar[dict[str, str]] = {}  # option of a retrofit -> configuration field that it sets
     # Fields with which an untrained connection equals the residual stream; `None` if it never does.
     retrofit: ClassVar[dict[str, Any] | None] = None
-    has_norm: ClassVar[bool] = False  # whether a read gets the weight of a `ResidualNorm`
+    has_norm: bool = False  # whether a read gets the weight of a `ResidualNorm`; an instance may set it
     # Whether all its tensors stay in float32 when the model is in 16 bits. This is for scalars that all tokens and
     # channels share: rounding them can move the logits more than rounding the rest of the model does. It is also for
     # tensors that start at another constant than zero: beside 1, bfloat16 has steps of 1/128 and loses smaller ones.
@@ -204,7 +204,8 @@ class ResidualConnection(nn.Module):
 
         Args:
             state: the state before the read.
-            norm: the key norm's weight `[hidden]` if `has_norm`; if `takes_norm`, a function, the sublayer's norm.
+            norm: a tensor, the key norm's weight `[hidden]`, if `has_norm`. A function, the sublayer's norm, if
+                `takes_norm`, and `None` for the output. Other connections are called without it.
 
         Returns:
             Any value, which `mix` takes; `None` if nothing depends on the state.
@@ -234,7 +235,8 @@ class ResidualConnection(nn.Module):
             The input `[batch, seq, hidden]`, the depth weights `[sources, batch, seq]` or `None` if the connection has
             none, and the state after the read.
         """
-        inputs, state = self.mix(state, self.coefficients(state, norm))
+        coefficients = self.coefficients(state, norm) if self.has_norm or self.takes_norm else self.coefficients(state)
+        inputs, state = self.mix(state, coefficients)
         return inputs, None, state
 
     def write(self, state: DepthState, output: Tensor) -> DepthState:

@@ -139,7 +139,7 @@ def _exchange(folder: Path) -> None:
         variant = _variant(whole)
         entries = _entries(whole, variant)
         names = {path.name for path in whole.iterdir()}
-        # Parts that the new index lists, but `.saved-whole` lacks, are new and were moved to `folder`.
+        # A part that the new index lists but that is no longer in `.saved-whole` has been moved already: keep it.
         moved = set().union(*(_named(whole / name) for name in entries)) - names
         # Remove the entries last, because they list the parts; and last of all the entry that is looked for first.
         order = [name for form in _forms(variant) for name in form]

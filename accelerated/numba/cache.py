@@ -72,10 +72,10 @@ def folder() -> Path:
     """
     chosen = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
     parents = [Path(chosen)] if chosen else usual_parents(__file__)
-    return writable_folder(f"attnres-{sources_digest()[:32]}", parents)
+    return writable_folder(f"attnres-{_sources_digest()[:32]}", parents)
 
 
-def sources_digest() -> str:
+def _sources_digest() -> str:
     """Compute a digest of the files in this folder and of the versions that compile them."""
     digest = hashlib.sha256(repr((sys.version, numba.__version__, llvmlite.__version__)).encode())
     for path in sorted(_HERE.glob("*.py")):
@@ -83,4 +83,4 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-__all__ = ["MachineCode", "folder", "sources_digest"]
+__all__ = ["MachineCode", "folder"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..autograd import BackwardRequest, depth_attention_in_operations, differentiable_backward
+from ..autograd import BackwardRequest, FollowingNorm, differentiable_grads
 from . import call, kernels
 
 
@@ -52,11 +52,11 @@ def read_with_norm(
         if weight.dtype not in call.DTYPES or call.why_unfit(weight) is not None or not weight.is_contiguous():
             return None
     # One argument for all that is no tensor, because autograd looks at each.
-    result, *later = NormedRead.apply((eps, norm_eps, is_sum), query, key_norm_weight, norm_weight, *sources)
+    result, *later = _NormedRead.apply((eps, norm_eps, is_sum), query, key_norm_weight, norm_weight, *sources)
     return result, tuple(later)
 
 
-class NormedRead(torch.autograd.Function):
+class _NormedRead(torch.autograd.Function):
     """A read and the norm after it. It saves its inputs, and `3 n + 1` numbers of each token."""
 
     @staticmethod
@@ -100,7 +100,7 @@ class NormedRead(torch.autograd.Function):
             needs_sources=needs_sources,
         )
         if torch.is_grad_enabled():
-            grad_folded, grad_norm, grad_sources = _differentiable_backward(request, norm_weight, norm_eps)
+            grad_folded, grad_sources, grad_norm = differentiable_grads(request, FollowingNorm(norm_weight, norm_eps))
         else:
             grad_folded, grad_norm, grad_sources = kernels.backward_with_norm(request, norm_weight)
         return (
@@ -117,20 +117,4 @@ def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:
     return query.view(-1).to(torch.float32) * key_norm_weight.to(torch.float32)
 
 
-def _differentiable_backward(
-    request: BackwardRequest, norm_weight: Tensor, norm_eps: float
-) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
-    """Compute the gradients of `kernels.backward_with_norm` by operations that can be differentiated in turn."""
-    result, _ = depth_attention_in_operations(request.query, request.sources, request.eps, request.is_sum)
-    # A view keeps the gradient to what flows through this norm. Both must have gradients, even if one is not needed.
-    result, weight = (x if x.requires_grad else x.requires_grad_() for x in (result, norm_weight.view_as(norm_weight)))
-    wide = result.to(torch.float32)
-    normed = (wide * (wide.square().mean(-1, keepdim=True) + norm_eps).rsqrt()).to(result.dtype)
-    grad, grad_norm = torch.autograd.grad(weight * normed, (result, weight), request.grad, create_graph=True)
-    if not (request.needs_query or any(request.needs_sources)):
-        return None, grad_norm, [None] * len(request.sources)
-    grad_folded, grad_sources = differentiable_backward(request._replace(grad=grad))
-    return grad_folded, grad_norm, grad_sources
-
-
-__all__ = ["NormedRead", "read_with_norm"]
+__all__ = ["read_with_norm"]

@@ -1,22 +1,20 @@
 """The inference plan on a CPU, which reads by the compiled loops of this folder."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..inference_plan import InferencePlan, Norm, Phase, Read, Sources, make_plan
+from ..inference_plan import InferencePlan, Norm, Phase, Read, Sources
 from ..phases import two_phases_pay
 from . import call, kernels
+from .support import pays, supports
 
 _FEW_TOKENS = 16  # up to this many, the results of all reads are allocated at once
 
 
 class CpuPlan(InferencePlan):
-    """A plan that reads by the compiled loops. `make_cpu_plan` sets `supports` and `pays`; see `Implementation`."""
-
-    supports: Callable[[Tensor, Sequence[Tensor]], str | None]
-    pays: Callable[[Tensor, Sequence[Tensor]], bool]
+    """A plan that reads by the compiled loops."""
 
     def __init__(self, reads: Sequence[Read], queries: Tensor):
         super().__init__(reads, queries)
@@ -54,14 +52,15 @@ class CpuPlan(InferencePlan):
 
     def _are_served(self, sources: Sources) -> bool:
         """Return whether the loops run on sources of this shape and dtype."""
-        # `pays` comes first, because `supports` loads the loops, in half a second, or in many on a new machine. That is
-        # too long for a small model. A token of any size is taken, because in generation more tokens follow.
+        # `pays` comes first, because `supports` loads the loops, which takes half a second, or many seconds where they
+        # must be compiled first. That is too long for a small model. A token of any size is taken, because in
+        # generation more tokens follow.
         is_token = sources[0].shape[-2:-1] == (1,)
-        if not (is_token or self.pays(self._queries[0], sources)):
+        if not (is_token or pays(self._queries[0], sources)):
             return False
         dtype = sources[0].dtype
         if dtype is not self._supported:
-            if self.supports(self._queries[0], sources) is not None:
+            if supports(self._queries[0], sources) is not None:
                 return False
             self._supported = dtype
         return True
@@ -90,22 +89,4 @@ class CpuPlan(InferencePlan):
         return result
 
 
-def make_cpu_plan(
-    reads: Sequence[Read],
-    supports: Callable[[Tensor, Sequence[Tensor]], str | None],
-    pays: Callable[[Tensor, Sequence[Tensor]], bool],
-) -> InferencePlan | None:
-    """Make a plan that reads by the loops, or return `None`; see [`make_plan`].
-
-    Args:
-        reads: all reads of the pass, in order.
-        supports: as in [`Implementation`].
-        pays: as in [`Implementation`].
-    """
-    plan = make_plan(CpuPlan, "cpu", reads)
-    if plan is not None:
-        plan.supports, plan.pays = supports, pays
-    return plan
-
-
-__all__ = ["CpuPlan", "make_cpu_plan"]
+__all__ = ["CpuPlan"]

@@ -1,8 +1,8 @@
 """The implementation that `auto` chooses on a GPU, by the number of sources.
 
-By host time, measured without a GPU (`python -m benchmarks --only host`); a run on a GPU replaces it. Ours is in every
-place: no library takes less of the host's time. Liger's kernels also need all sources in one tensor. The copy reads and
-writes each source once more, where the kernel reads it once or twice.
+The table comes from host times measured without a GPU (`python -m benchmarks --only host`); replace it after a run on a
+GPU. It names our kernels everywhere, because no library needs less host time. Liger's kernels also need all sources in
+one tensor. The copy reads and writes each source once more, where the kernel reads it once or twice.
 """
 
 # For training (gradients are recorded) and for inference: the fewest sources, and the implementation from there on. If

@@ -1,7 +1,7 @@
 """The direct path of a read: checks and allocations in C++, and launches without Triton's binder.
 
 Where tensors are small, a GPU waits for its host (`python -m benchmarks --only host`). So all that depends on shapes
-alone is kept on a [`ReadPlan`], `host.cpp` does the rest of the host's work, and kernels that Triton has compiled are
+alone is kept on a [`ReadSizes`], `host.cpp` does the rest of the host's work, and kernels that Triton has compiled are
 launched themselves. For tensors that need more, such as a cast, a copy or another alignment, [`attend`] returns `None`.
 The general path, of `implementation`, takes these and has the error messages.
 """
@@ -33,7 +33,7 @@ _MOST_PLANS = 1024  # of lengths that differ in every step
 _ROWS, _COLUMNS, _WARPS = 512, 16, 8  # of a tile of the kernel that sums the parts of gradients
 
 
-class Launcher:
+class _Launcher:
     """A kernel that is launched again and again, with arguments whose sizes and alignments stay the same.
 
     Triton binds the arguments of the first launch, compiles the kernel and returns it. Later launches call the compiled
@@ -63,7 +63,7 @@ class Launcher:
             self.compiled = compiled[self._grid]
 
 
-class ReadPlan:
+class ReadSizes:
     """All that a read needs and that depends on shapes alone: the sizes of its outputs, and launchers of its kernels.
 
     Args:
@@ -107,11 +107,11 @@ class ReadPlan:
         self._constants = launch.sizes(padded, width) | tile | {"HAS_KEY_NORM": True, "HAS_NORM": has_norm}
         flags = {"HAS_PHASE": False, "KEEPS_STATISTICS": True}
         self.forward = self._launcher(launch.kernels().forward_kernel, -(-tokens // tile["TOKENS"]), flags)
-        self._backward: dict[tuple[bool, bool, bool], Launcher] = {}
+        self._backward: dict[tuple[bool, bool, bool], _Launcher] = {}
         finish = {"WIDTH": width, "HAS_NORM": has_norm, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
-        self.finish = Launcher(launch.kernels().finish_kernel, -(-width // _COLUMNS), finish, _WARPS)
+        self.finish = _Launcher(launch.kernels().finish_kernel, -(-width // _COLUMNS), finish, _WARPS)
 
-    def backward(self, has_grad_weights: bool, needs_sources: bool, has_later: bool) -> Launcher:
+    def backward(self, has_grad_weights: bool, needs_sources: bool, has_later: bool) -> _Launcher:
         """Return the launcher of the backward kernel with these optional arguments."""
         key = has_grad_weights, needs_sources, has_later
         if key not in self._backward:
@@ -119,17 +119,17 @@ class ReadPlan:
             self._backward[key] = self._launcher(launch.kernels().backward_kernel, self.programs, flags)
         return self._backward[key]
 
-    def _launcher(self, kernel, programs: int, flags: dict[str, bool]) -> Launcher:
-        return Launcher(kernel, programs, self._constants | flags, self._num_warps)
+    def _launcher(self, kernel, programs: int, flags: dict[str, bool]) -> _Launcher:
+        return _Launcher(kernel, programs, self._constants | flags, self._num_warps)
 
 
-_plans: dict[tuple, object] = {}  # plans in C++, by the arguments of `ReadPlan`
+_plans: dict[tuple, object] = {}  # plans in C++, by the arguments of `ReadSizes`
 _right_on: dict[torch.device, bool] = {}  # see `is_right_on`
 _recent: dict[tuple[int, int], object] = {}  # the plan last used, by the numbers of sources and of weights
 
 
 def _plan(key: tuple) -> object | None:
-    """Make and keep a plan by the arguments of [`ReadPlan`]; return `None` if the direct path takes no such tensors."""
+    """Make and keep a plan by the arguments of [`ReadSizes`]; return `None` if the direct path takes no such tensor."""
     _, shape, dtype, device, query_shape, query_dtype, norm_dtype, _ = key
     if not {dtype, query_dtype, norm_dtype} <= {*launch.DTYPES} or not shape or not shape.numel():
         return None
@@ -138,7 +138,7 @@ def _plan(key: tuple) -> object | None:
     # Compiled autograd cannot look into nodes in C++.
     if are_backward_passes_compiled() or not is_right_on(device):
         return None
-    plan = ReadPlan(*key)
+    plan = ReadSizes(*key)
     if not plan.is_aligned:
         return None
     if len(_plans) >= _MOST_PLANS:
@@ -174,7 +174,7 @@ def _try_on(device: torch.device) -> str | None:
     values[3:6] += 2
     sources, (query, key_norm_weight, norm_weight), grad = [*values[:3].split(1)], values[3:6], values[6:]
     kind = grad.shape, grad.dtype, device, query.shape, query.dtype, key_norm_weight.dtype
-    plan = host.load().ReadPlan(ReadPlan(3, *kind, has_norm=True), _general_backward)
+    plan = host.load().ReadPlan(ReadSizes(3, *kind, has_norm=True), _general_backward)
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key_norm_weight, norm_weight, *sources)]
     query, key_norm_weight, norm_weight, *sources = leaves
     result, _ = depth_attention_in_operations(query * key_norm_weight, sources, 1e-6, True)
@@ -313,4 +313,4 @@ def _general_backward(
     return [*grads_of_weights, *(grad_sources or [None] * len(sources))]
 
 
-__all__ = ["Launcher", "ReadPlan", "attend", "is_right_on", "training_plan"]
+__all__ = ["ReadSizes", "attend", "is_right_on", "training_plan"]

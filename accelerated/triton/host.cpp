@@ -57,7 +57,7 @@ struct ReadPlan : torch::CustomClassHolder {
   int64_t tokens, count, padding, programs;
   Shape partial_shape, grads_shape;
   py::object forward, finish;  // launchers
-  py::object backward;         // `ReadPlan.backward`, which returns a launcher
+  py::object backward;         // `ReadSizes.backward`, which returns a launcher
   py::object general_backward;
 
   // The last owner may be a node that autograd frees in a thread without Python's lock, or after Python has ended.
@@ -105,7 +105,7 @@ py::tuple pointers(TensorList tensors, int64_t padding) {
   return all;
 }
 
-// Launch a kernel with its arguments before the constants; see `Launcher` of `direct.py`.
+// Launch a kernel with its arguments before the constants; see `_Launcher` of `direct.py`.
 template <typename... Arguments>
 void launch(const py::object& launcher, Arguments&&... arguments) {
   const auto given = py::make_tuple(std::forward<Arguments>(arguments)...);
@@ -346,7 +346,7 @@ using KindInPython = std::tuple<at::ScalarType, Shape, at::Device>;
 
 Kind kind_of(const KindInPython& kind) { return {std::get<0>(kind), std::get<1>(kind), std::get<2>(kind)}; }
 
-// Make a plan from the attributes of the `ReadPlan` in `direct.py`.
+// Make a plan from the attributes of the `ReadSizes` in `direct.py`.
 c10::intrusive_ptr<ReadPlan> make_plan(const py::object& attributes, const py::object& general_backward) {
   auto plan = c10::make_intrusive<ReadPlan>();
   const auto read = [&](const char* name, auto& field) {

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from attnres.accelerated import numba as on_cpu
+from attnres.accelerated.numba import support
 
 from .. import forks
 from .triton_stand_ins import kernels  # noqa: F401
@@ -16,7 +16,7 @@ def cpu_kernels() -> Iterator[None]:
     """Make the CPU kernels run for tensors as small as in these tests."""
     pytest.importorskip("numba")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_cpu, "_MANY", 0)
+        patch.setattr(support, "_MANY", 0)
         yield
 
 

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnres import depth_attention_reference
-from attnres.accelerated.autograd import depth_attention_in_operations, differentiable
+from attnres.accelerated.autograd import (
+    FollowingNorm,
+    depth_attention_in_operations,
+    differentiable,
+    norm_grads_in_operations,
+    rms_norm_in_operations,
+)
 from attnres.accelerated.numba import IMPLEMENTATION, kernels
 
 pytest.importorskip("numba")
@@ -152,3 +158,12 @@ def test_a_compiled_graph_contains_the_backward_kernel():
     compiled = torch.compile(lambda q, s: read(q, [s, s.sin()], 1e-6, True)[0], fullgraph=True, backend="aot_eager")
     compiled(query, source).sum().backward()
     torch.testing.assert_close(query.grad, query.detach() * 7)
+
+
+def test_the_gradients_of_a_norm_take_a_permuted_gradient():
+    x, norm = torch.randn(2, 3, 8, requires_grad=True), FollowingNorm(torch.randn(8, requires_grad=True), 1e-6)
+    grad = torch.randn(3, 2, 8).transpose(0, 1)
+    expected = torch.autograd.grad(rms_norm_in_operations(x, norm), (x, norm.weight), grad)
+    with torch.no_grad():
+        for x_like in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
+            torch.testing.assert_close(norm_grads_in_operations(grad, x_like, norm), expected)

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnres.accelerated import numba as on_cpu
 from attnres.accelerated import phases
-from attnres.accelerated.numba import IMPLEMENTATION, call
+from attnres.accelerated.numba import IMPLEMENTATION, call, support
 from attnres.accelerated.numba.plan import CpuPlan
 from attnres.attn_res_attnres import AttnRes
 from attnres.configuration_attnres import AttnResConfig
@@ -214,7 +213,7 @@ def test_each_read_checks_all_its_sources(change: Callable[[Tensor], Tensor], ha
 @torch.no_grad()
 @pytest.mark.parametrize("shape, is_read", [((2, 1), True), ((2, 3), False), ((1, 16), False)])
 def test_of_small_sources_the_loops_read_one_token_and_the_connections_several(shape, is_read, monkeypatch):
-    monkeypatch.setattr(on_cpu, "_MANY", 1 << 15)
+    monkeypatch.setattr(support, "_MANY", 1 << 15)
     reads, embedding = decoder(), torch.randn(*shape, WIDTH)
     h, is_normed, _ = IMPLEMENTATION.inference_plan(reads).read(reads[0][0], embedding)
     assert is_normed is is_read

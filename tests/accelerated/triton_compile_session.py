@@ -51,10 +51,17 @@ for n, width, dtype in ((2, 7, torch.float32), (9, 1264, torch.bfloat16), (64, 8
         launch.backward(result, grad_weights, later, query, sources, statistics, True, needs_sources)
     kind = result.shape, dtype, result.device, query.shape, torch.float32, dtype
     for norm_weight in (None, query.to(dtype)):
-        call = direct.Call(direct.ReadPlan(n, *kind, norm_weight is not None), 1e-6, True, True, 1e-6)
-        weights = query, query.to(dtype), norm_weight
-        saved = *weights, *direct._forward(call, *weights, sources)[1:], *sources
-        direct._backward(call, result, None, [], saved, True)
+        # The launches of `host.cpp`.
+        sizes = direct.ReadSizes(n, *kind, norm_weight is not None)
+        padded, weights = (*sources, *sources[:1] * sizes.padding), (query, query.to(dtype))
+        hidden, partial = None if norm_weight is None else result, torch.empty(sizes.partial_shape)
+        numbers = sizes.tokens, n, float(n)
+        phase = None, None, None
+        sizes.forward(padded, *weights, *phase, norm_weight, result, hidden, statistics, *numbers, 1e-6, 1e-6)
+        backward = sizes.backward(False, True, False)
+        saved = hidden, norm_weight, statistics
+        backward(result, None, padded, *weights, *saved, statistics[0], partial, padded, None, *numbers, 1e-6)
+        sizes.finish(partial, *weights, *weights, norm_weight, sizes.programs)
     phase = tuple(part[0] for part in launch.phase_one(query.repeat(6, 1), 1e-6, *sources))
     launch.read_fused(query, 1e-6, 1, [], phase, dtype)
     for begun in (None, phase):

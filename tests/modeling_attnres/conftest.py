@@ -14,7 +14,8 @@ from transformers import CompileConfig
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from attnres import AttnResForCausalLM
-from attnres.accelerated import delta_attention, numba
+from attnres.accelerated import delta_attention
+from attnres.accelerated.numba import support
 
 HERE = Path(__file__).parent
 
@@ -92,7 +93,7 @@ def cpu_kernels() -> Iterator[None]:
     """Make the CPU kernels compute inputs as small as those of these tests, too."""
     pytest.importorskip("numba")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(numba, "_MANY", 0)
+        patch.setattr(support, "_MANY", 0)
         yield
 
 

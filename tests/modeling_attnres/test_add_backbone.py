@@ -7,10 +7,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import attnres
-from attnres import BACKBONES, Sublayer, Sublayers, add_backbone
+from attnres import BACKBONES, Sublayer, Sublayers, add_backbone, backbones_attnres
 from attnres.configuration_attnres import PRE_NORM, SANDWICH, attention_and_mlp
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
+
+from .own_decoder import OwnConfig, OwnLM, OwnModel
 
 COHERE = (Sublayer("parallel_res", (("input_layernorm", "self_attn"), ("input_layernorm", "mlp"))),)
 
@@ -111,3 +113,30 @@ def test_an_unknown_model_type_is_refused_and_not_added():
     with pytest.raises(ValueError, match="'no_such_decoder' is not a model type"):
         attnres.add_backbone("no_such_decoder", attnres.BACKBONES["llama"])
     assert "no_such_decoder" not in attnres.BACKBONES
+
+
+@torch.no_grad()
+def test_a_decoder_of_another_package_works_like_those_of_transformers(declare, backbones, tmp_path):
+    declare("own", PRE_NORM)
+    standard, token_ids = OwnLM(OwnConfig(**backbones.COMMON)).eval(), backbones.token_ids()
+    model = retrofit(standard, block_size=3)
+    assert type(model) is attnres.AttnResOwnLM
+    assert type(model.model) is attnres.AttnResOwnModel
+    torch.testing.assert_close(model(token_ids).logits, standard(token_ids).logits, rtol=0, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(token_ids).logits, model(token_ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        ("albert", "'albert' must have a decoder and a language model: register their classes with `AutoModel` and"),
+        ("own", "the decoder of 'own' must name the class .* first in `_no_split_modules`, which is None"),
+    ],
+)
+def test_a_model_type_without_a_class_that_is_needed_is_refused(declare, monkeypatch, model_type, message):
+    monkeypatch.setattr(OwnModel, "_no_split_modules", None)
+    declare(model_type, PRE_NORM)
+    models_on = backbones_attnres.models_on.__wrapped__  # an earlier test has made the models of 'own'
+    with pytest.raises(ValueError, match=message):
+        models_on(model_type)

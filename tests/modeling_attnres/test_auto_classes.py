@@ -1,5 +1,8 @@
 """After `import attnres`, the Auto classes of `transformers` load the family by directory and by configuration."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import (
@@ -85,3 +88,30 @@ def test_attention_and_experts_run_on_the_same_implementation_as_in_kimi_linear(
         kimi._attn_implementation,
         kimi._experts_implementation,
     )
+
+
+class Mine(AttnResForCausalLM):
+    """As a user may derive it."""
+
+
+def test_a_derived_class_is_saved_as_the_class_whose_code_travels(tiny_model, tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "model")
+    model.__class__ = Mine
+    model.save_pretrained(tmp_path / "mine")
+    model, mine = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "mine"))
+    assert mine == model
+    names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("model", "mine")]
+    assert names[0] == names[1]
+
+
+def test_a_derived_class_that_is_registered_travels_with_its_models(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Mine, "_auto_class", "AutoModelForCausalLM")
+    model = tiny_model()
+    model.__class__ = Mine
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    file = Path(__file__).stem
+    expected = {"AutoConfig": "configuration_attnres.AttnResConfig", "AutoModelForCausalLM": f"{file}.Mine"}
+    assert (fields["auto_map"], fields["architectures"]) == (expected, ["Mine"])
+    assert (tmp_path / f"{file}.py").is_file()

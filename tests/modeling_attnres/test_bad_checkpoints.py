@@ -1,15 +1,17 @@
 """A damaged checkpoint is reported by the name of the tensor or the file, and never loaded silently."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from attnres import AttnResForCausalLM, AttnResForSequenceClassification
-from attnres.residual_attnres import residual_tensors
+from attnres import AttnResForCausalLM, AttnResForSequenceClassification, peft_modules_to_save
+from attnres.residual_attnres import FamilyWarning, residual_tensors
 
 QUERY = "model.layers.1.mlp_res_proj.weight"
 NORM = "model.layers.2.self_attention_res_norm.weight"
@@ -197,3 +199,19 @@ def test_ignore_mismatched_sizes_initialises_a_misshapen_tensor(change, loader):
     folder = change({NORM: torch.full((31,), 2.0)})
     model = loader.from_pretrained(folder, ignore_mismatched_sizes=True)
     assert torch.equal(residual_tensors(model)[NORM], torch.ones(32))
+
+
+def test_the_base_of_an_adapter_is_checked_too(change, loader, tmp_path):
+    folder = change({})
+    model = AttnResForCausalLM.from_pretrained(folder)
+    adapters = LoraConfig(target_modules=["o_proj"], modules_to_save=peft_modules_to_save(model))
+    get_peft_model(model, adapters).save_pretrained(tmp_path / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FamilyWarning)
+        assert loader.from_pretrained(tmp_path / "adapter").active_adapters() == ["default"]
+    change({QUERY: None})
+    with pytest.raises(ValueError, match=f"{folder} holds 17 of the 18 tensors .*missing: {QUERY}"):
+        loader.from_pretrained(tmp_path / "adapter")
+    change({"model.norm.weight": torch.zeros(7)})
+    with pytest.raises(RuntimeError, match=rf"{folder}: `model\.norm\.weight` has shape \[7\], but must be \[32\]"):
+        loader.from_pretrained(tmp_path / "adapter")

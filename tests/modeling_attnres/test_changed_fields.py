@@ -29,6 +29,7 @@ def folders(tmp_path_factory, tiny_model, backbones) -> Path:
     dynamic.save_pretrained(folder / "dynamic")
     backbones.build_member("llama", residual_connection="mhc").save_pretrained(folder / "mhc")
     backbones.build_member("llama", residual_connection="gated_residual").save_pretrained(folder / "gains")
+    backbones.build_member("llama", residual_connection="highway").save_pretrained(folder / "highway")
     source = backbones.build("llama")
     source.save_pretrained(folder / "source")
     retrofit(source, block_size=3).save_pretrained(folder / "retrofit")
@@ -80,6 +81,7 @@ def test_a_changed_field_of_a_given_configuration_is_named_too(folders):
         ("llama", {"attention_gate": None, "attention_gate_scale": "double"}),
         ("llama", {"attn_res_block_size": 3, "depth_attention_implementation": "auto"}),
         ("mhc", {"residual_streams_start": "apart"}),
+        ("highway", {"highway_bias": -2.0}),
         ("retrofit", {"attn_res_block_size": 2}),  # at zero queries a block is only a sum of sums
     ],
 )

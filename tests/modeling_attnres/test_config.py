@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from attnres import CONNECTIONS, AttnResConfig, AttnResForCausalLM, AttnResLlamaConfig, ResidualConfig
+from attnres import (
+    CONNECTIONS,
+    AttnResConfig,
+    AttnResForCausalLM,
+    AttnResLlamaConfig,
+    AttnResLlamaForCausalLM,
+    ResidualConfig,
+)
 from attnres.attention_gate_attnres import GATE_FIELDS
 
 BUILT_IN = dict(CONNECTIONS)  # tests add others
@@ -158,3 +165,13 @@ def test_the_default_of_every_field_has_the_declared_type():
     assert len(fields) > 15
     for name, default in fields.items():
         assert isinstance(default, types[name]), name
+
+
+def test_a_subclass_with_fields_of_its_own_can_be_made_saved_and_read(backbones, tmp_path):
+    class MyConfig(AttnResLlamaConfig):
+        extra: int = 3
+
+    MyConfig(**backbones.COMMON, extra=4).save_pretrained(tmp_path)
+    config = MyConfig.from_pretrained(tmp_path)
+    assert config.extra == 4
+    assert AttnResLlamaForCausalLM(config).config is config

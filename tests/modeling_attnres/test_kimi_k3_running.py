@@ -242,6 +242,21 @@ def test_adapters_reach_attention_and_experts_and_leave_queries_whole(model):
     assert not any("gate.weight" in name or "conv1d" in name for name in names)
 
 
+@torch.no_grad()
+def test_an_adapter_loads_into_a_model_and_by_its_folder(model, saved, tmp_path):
+    adapted = add_adapters(model, rank=2)
+    for tensor in adapted.parameters():
+        if tensor.requires_grad:
+            tensor.add_(torch.randn_like(tensor), alpha=0.1)
+    adapted.save_pretrained(tmp_path)
+    expected = adapted(IDS).logits
+    into = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert not torch.equal(into(IDS).logits, expected)
+    into.load_adapter(tmp_path)
+    for loaded in (into, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)):
+        assert torch.equal(loaded(IDS).logits, expected)
+
+
 # ---- Delta attention
 
 

@@ -150,6 +150,17 @@ def test_a_padded_prompt_may_be_read_in_chunks_with_masks_over_pairs(dense64, id
             assert error(logits_of_row[is_real], dense64(tokens[is_real][None]).logits[0]) < 5e-6
 
 
+@torch.no_grad()
+def test_padding_that_is_no_longer_in_the_cache_is_forgotten(model, ids):
+    cache = DynamicCache(config=model.config)
+    pairs = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    model(ids[:1, :8], attention_mask=pairs[..., :8, :8] & PROMPT[0, :8].bool(), **{CACHE: cache})
+    cache.reset()
+    expected = model(ids[:1, :12]).logits[:, 8:]
+    model(ids[:1, :8], **{CACHE: cache})
+    assert error(model(ids[:1, 8:12], attention_mask=pairs[..., 8:, :], **{CACHE: cache}).logits, expected) < TOLERANCE
+
+
 def test_a_mask_over_pairs_that_hides_real_tokens_in_the_cache_is_refused(model, ids):
     pairs = CAUSAL[None, None].expand(3, 1, -1, -1)
     start = model(ids[:3, :8], attention_mask=pairs[..., :8, :8])

@@ -211,3 +211,48 @@ def test_a_redefined_class_replaces_its_earlier_definition():
     again = type("ChannelGate", (ChannelGate,), {"fields": {"gate_temperature": 2.0}, "__module__": __name__})
     assert register_residual_connection(again) is CONNECTIONS["channel_gate"]
     assert ResidualConfig.gate_temperature == 2.0
+
+
+class DampedStream(ResidualConnection):
+    """A read multiplies the stream by a coefficient of each token. The start of its tensor is a list in a field."""
+
+    name = "damped_stream"
+    fields = {"damped_starts": [1.0]}
+
+    def __init__(self, config, sublayer):
+        super().__init__(config, sublayer)
+        self.start = config.damped_starts[0]
+        self.weight = nn.Parameter(torch.full((), self.start))
+
+    def reset_parameters(self):
+        init.constant_(self.weight, self.start)
+
+    def coefficients(self, state):
+        return self.weight / (1 + state.square().mean(-1, keepdim=True))
+
+    def mix(self, state, coefficients):
+        return coefficients * state, state
+
+    def write(self, state, output):
+        return state + output
+
+
+@pytest.fixture
+def damped() -> Iterator[None]:
+    register_residual_connection(DampedStream)
+    yield
+    CONNECTIONS.pop("damped_stream")
+    del ResidualConfig.damped_starts
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("damped")
+def test_coefficients_need_no_argument_for_a_norm(backbones):
+    mixing = token_mixing(build(backbones, "llama", "damped_stream"), backbones.token_ids())
+    assert difference(mixing.rebuilt(), mixing.inputs) < 1e-5
+
+
+@pytest.mark.usefixtures("damped")
+def test_a_default_that_is_changed_in_place_is_that_of_one_configuration(backbones):
+    backbones.member_config("llama", residual_connection="damped_stream").damped_starts.append(2.0)
+    assert backbones.member_config("llama", residual_connection="damped_stream").damped_starts == [1.0]
