@@ -8,6 +8,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
@@ -145,7 +146,7 @@ def _unzipped_files(folder: Path, target: Path) -> _ConfigFiles:
                     parquet.parent.mkdir(parents=True, exist_ok=True)
                     atomic_write(parquet, table.to_parquet(index=False))
                     files.setdefault(config, {})[split] = [str(parquet)]
-        except (BadZipFile, EOFError, RuntimeError, ValueError, zlib.error) as error:
+        except (BadZipFile, EOFError, LZMAError, RuntimeError, ValueError, zlib.error) as error:
             raise ValueError(f"{path.name} is damaged: {error}") from error
     return files
 

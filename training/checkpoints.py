@@ -349,8 +349,12 @@ class ResumableTrainer(Trainer):
             arguments._n_gpu = 1
         # `Trainer` writes `use_cache` of its arguments, false by default, into the model's configuration, and so into
         # every checkpoint and result. `compute_loss` turns the cache off instead.
-        arguments.use_cache = getattr(getattr(model, "config", None), "use_cache", False)
+        config = getattr(model, "config", None)
+        has_use_cache = hasattr(config, "use_cache")
+        arguments.use_cache = config.use_cache if has_use_cache else False
         super().__init__(model, arguments, **options)
+        if not has_use_cache:  # as in models of text and images, whose text part alone has it
+            vars(config).pop("use_cache", None)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         """Compute the loss of a batch without a cache, as `Trainer` calls it."""

@@ -238,6 +238,14 @@ def test_a_script_whose_data_cannot_be_read_without_it_is_refused_with_the_remed
     (folder / "data.zip").write_bytes(b"PK broken")
     with pytest.raises(FileNotFoundError, match=r"data\.zip is damaged"):
         load(benchmark, tmp_path)
+    with zipfile.ZipFile(folder / "data.zip", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("dev/agronomy.csv", rows("agronomy").to_csv())
+        start = archive.start_dir - 20
+    content = bytearray((folder / "data.zip").read_bytes())
+    content[start : start + 10] = b"\xff" * 10
+    (folder / "data.zip").write_bytes(content)
+    with pytest.raises(FileNotFoundError, match=r"data\.zip is damaged"):
+        load(benchmark, tmp_path)
 
 
 def test_a_data_set_with_a_loading_script_is_downloaded_from_the_hub_whole(tmp_path, monkeypatch):

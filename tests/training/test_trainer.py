@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback, TrainingArguments
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, TrainerCallback, TrainingArguments
 
+from attnres.training.checkpoints import ResumableTrainer
 from attnres.training.recipe import Recipe
 from attnres.training.trainer import AttnResTrainer
 
@@ -114,6 +115,12 @@ def test_the_model_keeps_use_cache_in_its_configuration_and_trains_without_a_cac
     trainer.save_model(str(tmp_path / "model"))
     for folder in (tmp_path / "model", tmp_path / "checkpoint-1"):
         assert json.loads((folder / "config.json").read_text())["use_cache"] is True
+
+
+def test_the_configuration_of_a_model_without_use_cache_gets_none(tmp_path):
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=8, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    ResumableTrainer(model, TrainingArguments(str(tmp_path), report_to="none")).save_model(str(tmp_path))
+    assert "use_cache" not in json.loads((tmp_path / "config.json").read_text())
 
 
 def test_sigterm_keeps_the_checkpoint_that_it_saves_also_beside_the_best_one(make, tmp_path):
