@@ -20,6 +20,7 @@ from attnres.utils.yaml_files import load_card_metadata
 
 _ConfigFiles = dict[str, dict[str, list[str]]]  # configuration -> split -> the paths of its files
 
+_SPLITS = {"train", "validation", "test"}
 _ZIPPED_SPLIT = re.compile(r"(?P<split>[\w-]+)/(?P<config>[\w-]+)\.csv")
 
 
@@ -124,7 +125,8 @@ def _parquet_files(folder: Path) -> _ConfigFiles:
     for path in sorted(folder.glob("*/*/*.parquet")):
         config, split, _ = path.relative_to(folder).parts
         files.setdefault(config, {}).setdefault(split, []).append(str(path))
-    return files
+    # Folders that begin with splits are left to `datasets`, which knows that layout.
+    return {} if files.keys() <= _SPLITS else files
 
 
 def _unzipped_files(folder: Path, target: Path) -> _ConfigFiles:

@@ -351,9 +351,9 @@ class ResumableTrainer(Trainer):
         # every checkpoint and result. `compute_loss` turns the cache off instead.
         config = getattr(model, "config", None)
         has_use_cache = hasattr(config, "use_cache")
-        arguments.use_cache = config.use_cache if has_use_cache else False
+        arguments.use_cache = has_use_cache and config.use_cache
         super().__init__(model, arguments, **options)
-        if not has_use_cache:  # as in models of text and images, whose text part alone has it
+        if config is not None and not has_use_cache:  # as in models of text and images, whose text part alone has it
             vars(config).pop("use_cache", None)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:

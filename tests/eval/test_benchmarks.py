@@ -228,6 +228,14 @@ def test_a_data_set_with_a_loading_script_is_read_without_it(write, tmp_path):
     assert sorted(datasets.get_dataset_config_names(path)) == [*SUBJECTS]
 
 
+def test_folders_of_splits_are_left_to_datasets(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / "set" / split / "en").mkdir(parents=True)
+        rows("agronomy").to_parquet(tmp_path / "set" / split / "en" / "0000.parquet")
+    path = loadable(tmp_path / "set", tmp_path / "cache")
+    assert {*datasets.load_dataset(path, cache_dir=str(tmp_path / "cache"))} == {"train", "test"}
+
+
 def test_a_script_whose_data_cannot_be_read_without_it_is_refused_with_the_remedy(tmp_path, monkeypatch):
     benchmark, folder = benchmarks()["cmmlu"], tmp_path / "haonan-li" / "cmmlu"
     folder.mkdir(parents=True)
