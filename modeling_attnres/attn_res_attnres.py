@@ -8,7 +8,6 @@ fields. `attn_res_switches_attnres` derives the ablations from it.
 
 import math
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -108,14 +107,6 @@ class AttnRes(ResidualConnection):
         self.block_size, self.scale = block_sublayers(config), config.attn_res_scale
         self.eps = norm_eps(config)
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AttnRes":
-        """Copy the connection. If it is copied alone, the copy shares its configuration."""
-        if not memo:  # PEFT replaces a module of `modules_to_save` by such a copy, which has to follow its model
-            memo[id(self.config)] = self.config
-        copied = memo[id(self)] = self.__new__(type(self))
-        vars(copied).update(deepcopy(vars(self), memo))
-        return copied
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:

@@ -414,22 +414,6 @@ def test_all_linear_of_peft_adapts_no_attn_res_tensor(base):
 # ---- PEFT by itself
 
 
-@pytest.mark.parametrize("fields", [{}, {"attn_res_gated": True}])
-def test_a_change_of_the_implementation_reaches_connections_in_modules_to_save(tiny_model, fields):
-    """PEFT copies each of them alone. A copy of the whole model still has a configuration for itself."""
-    model = tiny_model(**fields)
-    apart = copy.deepcopy(model)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["o_proj"], modules_to_save=["mlp_res_proj"]))
-    adapted.config.depth_attention_implementation = "reference"
-    (saved, *_), (copied, *_) = (
-        [module for name, module in of.named_modules() if name.endswith(end)]
-        for of, end in ((adapted, "mlp_res_proj.modules_to_save.default"), (apart, "mlp_res_proj"))
-    )
-    assert saved.config is model.config
-    assert copied.config is apart.config is not model.config
-    assert type(saved) is type(copied) and saved.weight.data_ptr() != copied.weight.data_ptr()
-
-
 @pytest.mark.parametrize("name", ["attnres", "attnres_llama"])
 def test_peft_alone_trains_and_saves_the_attn_res_tensors_in_modules_to_save(base, tmp_path, name):
     model = AutoModelForCausalLM.from_pretrained(base(name))
