@@ -177,9 +177,11 @@ class ResidualPreTrainedModel:
         loads, tensors = [(source, info)], added_by_kind(model)
         loaded = vars(model).pop("_loaded", None)
         if loaded is not None and getattr(model, "_hf_peft_config_loaded", False):
-            # The source is an adapter, or has one beside its weights, and `info` is the adapter's.
+            # The source is an adapter, or has one beside its weights, and `info` is the adapter's. An Auto class passes
+            # the base as the source, and the adapter in a private argument.
             of_base, tensors = loaded
-            loads.append((model.config.name_or_path, of_base))
+            adapter = (options.get("adapter_kwargs") or {}).get("_adapter_model_path", source)
+            loads = [(adapter, info), (model.config.name_or_path, of_base)]
         if not options.get("ignore_mismatched_sizes"):  # `transformers` ignored them, see above
             for name, found in loads:
                 check_shapes(found["mismatched_keys"], name)

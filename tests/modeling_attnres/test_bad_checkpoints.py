@@ -209,6 +209,12 @@ def test_the_base_of_an_adapter_is_checked_too(change, loader, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FamilyWarning)
         assert loader.from_pretrained(tmp_path / "adapter").active_adapters() == ["default"]
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({name: tensor[:, :7].contiguous() for name, tensor in tensors.items() if "lora_A" in name}, path)
+    with pytest.raises(RuntimeError, match=rf"{path.parent}: `.*lora_A.*` has shape \[8, 7\], but must be \[8, 32\]"):
+        loader.from_pretrained(tmp_path / "adapter")
+    save_file(tensors, path)
     change({QUERY: None})
     with pytest.raises(ValueError, match=f"{folder} holds 17 of the 18 tensors .*missing: {QUERY}"):
         loader.from_pretrained(tmp_path / "adapter")
