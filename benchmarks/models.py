@@ -16,18 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .report import cell, make_table, verdict
-from .shapes import (
-    EAGER,
-    PSEUDOCODE,
-    STANDARD,
-    WITH_PSEUDOCODE,
-    Shape,
-    copy_with_shared_weights,
-    llama,
-    shapes,
-    token_ids,
-    variants,
-)
+from .shapes import STANDARD, Shape, compared, copy_with_shared_weights, llama, shapes, token_ids, variants
 from .timing import Setting, Ways, compare, interleave
 from .workloads import compiled_decoding, decoding, prefill, training_step
 
@@ -53,11 +42,8 @@ def measure(setting: Setting) -> Iterator[dict]:
         measured |= {TOY: Shape(llama(width=64, layers=5), ("Block S=4", "Full"))}
     for name, shape in measured.items():
         for dtype in ("float32",) if setting.quick else ("float32", "bfloat16"):
-            models = {
-                way: model
-                for way, model in variants(shape, getattr(torch, dtype), setting.device).items()
-                if not way.startswith(EAGER)  # the part `layers` measures PyTorch's operations
-            }
+            # The part `layers` measures PyTorch's operations.
+            models = variants(shape, getattr(torch, dtype), setting.device, eager=False)
             models[AGAIN] = copy_with_shared_weights(models[STANDARD])
             ids = token_ids(shape.config, 16 if setting.quick else TOKENS, 1, setting.device)
             for workload, (prepare, calls, times) in WORKLOADS.items():
@@ -72,11 +58,9 @@ def measure(setting: Setting) -> Iterator[dict]:
                 )
                 for connection in connections:
                     row = {"model": name, "dtype": dtype, "workload": workload, "connection": connection}
-                    times = {"ours": seconds[connection]} | {way: seconds[way] for way in (STANDARD, AGAIN)}
-                    if connection == WITH_PSEUDOCODE:
-                        times["pseudocode"] = seconds[PSEUDOCODE]
-                    pairs = {f"{way} / standard": (way, STANDARD) for way in times if way != STANDARD}
-                    yield row | {"tokens": ids.shape[1]} | compare(times, pairs)
+                    by_way = compared(seconds, connection) | {AGAIN: seconds[AGAIN]}
+                    pairs = {f"{way} / standard": (way, STANDARD) for way in ("ours", AGAIN, "pseudocode")}
+                    yield row | {"tokens": ids.shape[1]} | compare(by_way, pairs)
             del models
             gc.collect()
 

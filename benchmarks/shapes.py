@@ -83,11 +83,12 @@ def shapes(quick: bool) -> dict[str, Shape]:
     return {"Llama": Shape(llama()), "Kimi Linear": Shape(kimi_linear(), ("Block S=4", "Full"))}
 
 
-def variants(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, PreTrainedModel]:
-    """Return models on the same weights by name: standard, ours and eager per connection, and the pseudocode."""
+def variants(shape: Shape, dtype: torch.dtype, device: str, eager: bool = True) -> dict[str, PreTrainedModel]:
+    """Return models on the same weights by name: standard, ours per connection, eager if asked, and the pseudocode."""
     standard = build(shape.config, dtype, device)
     models = {STANDARD: standard} | {name: connect(standard, **CONNECTIONS[name]) for name in shape.connections}
-    models |= {EAGER + name: connect(standard, "eager", **CONNECTIONS[name]) for name in shape.connections}
+    if eager:
+        models |= {EAGER + name: connect(standard, "eager", **CONNECTIONS[name]) for name in shape.connections}
     return models | {PSEUDOCODE: with_pseudocode(connect(standard, **CONNECTIONS[WITH_PSEUDOCODE]))}
 
 
@@ -158,9 +159,13 @@ def compared(results: Mapping[str, T], connection: str) -> dict[str, T]:
         connection: name of the connection.
 
     Returns:
-        The results of the connection's two models, of the standard model, and of the pseudocode if it is measured.
+        The results of the connection, of the standard model and, if they are measured, of the connection by PyTorch's
+        operations and of the pseudocode.
     """
-    chosen = {"ours": results[connection], "ours eager": results[EAGER + connection], "standard": results[STANDARD]}
+    chosen = {"ours": results[connection]}
+    if EAGER + connection in results:
+        chosen["ours eager"] = results[EAGER + connection]
+    chosen["standard"] = results[STANDARD]
     return chosen | ({"pseudocode": results[PSEUDOCODE]} if connection == WITH_PSEUDOCODE else {})
 
 

@@ -52,5 +52,5 @@ def train(
     with loading():
         from .train import train_in_this_process
 
-    # A file may have the name of a packaged recipe, and its path is no name.
+    # A file comes before a packaged recipe of the same name. Cards of models show names, but no paths.
     train_in_this_process(checked, name="" if Path(recipe).is_file() else recipe)

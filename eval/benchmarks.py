@@ -108,7 +108,7 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         damaged = data_folder.damaged_file(folder) if folder else None
         raise data_missing(benchmark, data, damaged or f"{error}: {error.__cause__}") from error
     except Exception as error:
-        if data is None and benchmark.dataset is not None and data_folder.has_script(error):
+        if data is None and benchmark.dataset is not None and data_folder.is_script_refused(str(error)):
             return load(benchmark, _download(benchmark))
         # Data, templates and a task's own functions may raise anything. This benchmark fails, and the others go on.
         raise data_missing(benchmark, data, str(error) or type(error).__name__) from error

@@ -144,6 +144,12 @@ class CorrectedHFLM(HFLM):
         """The tokens that a text may begin with: the prefix token and BOS."""
         return [token for token in (self.prefix_token_id, self.tokenizer.bos_token_id) if token is not None]
 
+    @cached_property
+    def _start_texts(self) -> tuple[str, ...]:
+        """The same tokens as text."""
+        texts = (self.tokenizer.bos_token, self.tokenizer.decode(self.prefix_token_id))
+        return tuple(filter(None, texts))
+
     def _prompt_limit(self, num_answer: int) -> int:
         """Return the number of tokens that a prompt may have beside an answer. An encoder reads no answer."""
         return self.max_length - (num_answer if self.backend == "causal" else 0)
@@ -166,8 +172,7 @@ class CorrectedHFLM(HFLM):
         if add_special_tokens is None:
             # Decide here, as `HFLM` would, whether the tokenizer adds tokens. If a chat template wrote the BOS token,
             # it adds none.
-            written = filter(None, (self.tokenizer.bos_token, self.tokenizer.decode(self.prefix_token_id)))
-            add_special_tokens = False if string.startswith(tuple(written)) else self.add_bos_token
+            add_special_tokens = False if string.startswith(self._start_texts) else self.add_bos_token
         tokens = super().tok_encode(string, add_special_tokens, **arguments)
         if self._num_appended and add_special_tokens is not False:
             tokens = tokens[: -self._num_appended]

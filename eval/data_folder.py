@@ -100,14 +100,14 @@ def loadable(folder: Path, cache: Path) -> str:
     Raises:
         ValueError: A zip file is damaged. The message is one line.
     """
-    scripted = (folder / f"{folder.name}.py").is_file()
+    has_script = (folder / f"{folder.name}.py").is_file()
     readme = folder / "README.md"
-    if readme.is_file() and (_configs(readme) or not scripted):
+    if readme.is_file() and (_configs(readme) or not has_script):
         # `datasets` looks for a script of the name in which the path ends.
-        return f"{folder}/." if scripted else str(folder)
+        return f"{folder}/." if has_script else str(folder)
     target = cache / folder.name
     if not (target / "README.md").is_file():
-        files = _parquet_files(folder) or (_unzipped_files(folder, target) if scripted else {})
+        files = _parquet_files(folder) or (_unzipped_files(folder, target) if has_script else {})
         if not files:
             return str(folder)
         configs = [
@@ -153,9 +153,13 @@ def _unzipped_files(folder: Path, target: Path) -> _ConfigFiles:
     return files
 
 
-def has_script(error: Exception) -> bool:
-    """Return whether `datasets` refused a data set because it has a loading script."""
-    return "scripts are no longer supported" in str(error)
+def is_script_refused(reason: str) -> bool:
+    """Return whether `datasets` refused a data set because it has a loading script.
+
+    Args:
+        reason: The message of its error.
+    """
+    return "scripts are no longer supported" in reason
 
 
 def damaged_file(folder: Path) -> str | None:

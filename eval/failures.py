@@ -13,6 +13,7 @@ from textwrap import shorten
 
 from attnres.utils.wording import counted
 
+from .data_folder import is_script_refused
 from .paper import Benchmark
 
 
@@ -70,7 +71,7 @@ def data_missing(benchmark: Benchmark, data: Path | None, reason: str, is_absent
     source = "on the Hub" if data is None else f"in {data}"
     folder = Path("DATA" if data is None else data) / benchmark.dataset
     # If the data of a script cannot be read without it, the Hub's own conversion can, where there is one.
-    revision = " --revision refs/convert/parquet" if "scripts are no longer supported" in reason else ""
+    revision = " --revision refs/convert/parquet" if is_script_refused(reason) else ""
     download = f"hf download --repo-type dataset {benchmark.dataset}{revision} --local-dir {folder}"
     remedy = _remedy(download, data, [benchmark.dataset] if benchmark.gated else [])
     return DataMissing(

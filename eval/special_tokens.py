@@ -38,7 +38,7 @@ def count_appended(tokenizer: PreTrainedTokenizerBase) -> int:
     return len(whole) - len(bare) - next(starts, len(whole) - len(bare))
 
 
-def cut_left(tokens: list[int], length: int, starts: Collection[int | None]) -> list[int]:
+def cut_left(tokens: list[int], length: int, starts: Collection[int]) -> list[int]:
     """Return the last `length` tokens of a text. A start token stays, and one more token after it is cut.
 
     Many models give useless likelihoods for a text without its BOS token.
@@ -46,7 +46,7 @@ def cut_left(tokens: list[int], length: int, starts: Collection[int | None]) -> 
     Args:
         tokens: The text.
         length: The greatest number of tokens, at least 1.
-        starts: The tokens that begin a text, such as BOS. `None` stands for a token that the tokenizer does not have.
+        starts: The tokens that begin a text, such as BOS.
     """
     if len(tokens) <= length:
         return tokens

@@ -183,15 +183,15 @@ class ResidualPreTrainedModel:
             adapter = (options.get("adapter_kwargs") or {}).get("_adapter_model_path", source)
             loads = [(adapter, info), (model.config.name_or_path, of_base)]
         if not options.get("ignore_mismatched_sizes"):  # `transformers` ignored them, see above
-            for name, found in loads:
-                check_shapes(found["mismatched_keys"], name)
-        source, found = loads[-1]
+            for name, load_info in loads:
+                check_shapes(load_info["mismatched_keys"], name)
+        source, load_info = loads[-1]
         for added in tensors:
-            check_added(model, added, found["missing_keys"], source)
+            check_added(model, added, load_info["missing_keys"], source)
         if source is not None:
             # By the class of the model: a config.json may hold the fields in another form than the configuration does.
             stored = cls.config_class.fields_of_file(stored_fields(source, **options))
-            warn_of_change(model, stored, source, found)
+            warn_of_change(model, stored, source, load_info)
         if _by_own_names(source or "", kwargs.get("subfolder", "")):
             # No renaming applied to these names, and a save would apply none either. Without the attribute, a save
             # derives the renamings from the model type.

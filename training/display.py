@@ -184,7 +184,7 @@ class Display(TrainerCallback):
         steps = state.max_steps - state.global_step
         if not steps:
             return
-        # Not those of `args`, which may be a share of the run.
+        # The state counts steps. `args.eval_steps` may be a fraction of the run.
         evaluations = 1 + (0 if args.eval_strategy == "no" else steps // state.eval_steps)
         seconds = steps * step + evaluations * evaluation
         self._write(f"Time: about {show_duration(seconds)} for {counted(steps, 'step')}.")

@@ -97,8 +97,8 @@ def test_all_variants_of_a_model_share_its_weights_and_compute_nearly_its_functi
 def test_the_second_copy_of_the_standard_model_shares_its_weights_and_nothing_else():
     standard = variants(shapes(quick=True)["Llama"], torch.float32, "cpu")[STANDARD]
     again = copy_with_shared_weights(standard)
-    own, shared = dict(again.named_parameters()), dict(standard.named_parameters())
-    assert own.keys() == shared.keys() and all(own[name] is shared[name] for name in own)
+    parameters, shared = dict(again.named_parameters()), dict(standard.named_parameters())
+    assert parameters.keys() == shared.keys() and all(parameters[name] is shared[name] for name in shared)
     assert not {*again.modules()} & {*standard.modules()}
     assert again.lm_head.weight is again.get_input_embeddings().weight
 

@@ -312,7 +312,7 @@ JUMPS = torch.tensor([[0, 1, 2, 3, 7, 8, 20, 21, 22, 23, 24]]).expand(2, -1)
     ],
 )
 def test_positions_that_jump_ahead_mean_what_they_mean_to_the_backbone(backbones, case, way):
-    """By default, such positions are one text. Without a cache, `transformers` begins a document at each jump."""
+    """By default, a row with jumps is one text. Without a cache, `transformers` begins a document at each jump."""
     ids, options = backbones.token_ids(), {"use_cache": False} if way == "no cache" else {}
     models = [backbones.build(case), retrofit(backbones.build(case), block_size=3)]
     for model in models:
