@@ -196,7 +196,6 @@ def test_saved_tensors_that_a_hook_changed_give_the_same_gradients_or_an_error(c
         lambda x: x, lambda x: change(x) if x.shape[-1:] == (16,) and x.ndim > 1 else x
     ):
         result = direct.attend(query, sources, weight, EPS, True, True)[0]
-    pytest.importorskip("triton")  # the general path launches the kernels by Triton's binder
     try:
         actual = torch.autograd.grad(result.sum(), leaves)
     except ValueError as error:

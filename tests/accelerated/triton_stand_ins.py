@@ -61,8 +61,8 @@ def padded(tensors: tuple[Tensor, ...], k: SimpleNamespace) -> Tensor:
 
 
 def folded(k: SimpleNamespace) -> Tensor:
-    assert k.HAS_KEY_NORM
-    return k.query.view(-1).float() * k.key_norm.float()
+    query = k.query.view(-1).float()
+    return query * k.key_norm.float() if k.HAS_KEY_NORM else query  # the general path has multiplied them
 
 
 def forward(k: SimpleNamespace) -> None:
