@@ -19,6 +19,7 @@ from attnres import depth_attention
 from attnres.accelerated.autograd import FollowingNorm
 from attnres.accelerated.triton import direct
 from attnres.functional_attnres import attend
+from attnres.utils.extras import require_extra
 
 from .aggregation import Inputs
 from .peers import Peer
@@ -33,7 +34,6 @@ READS = 4  # of a pass of reads in turn, as in a block of four sublayers
 SOURCES = (2, 5, 9, 17)
 TOKENS, WIDTH = 4, 64  # as few numbers as possible, because copies take time here that a GPU would spend
 INSTALL = {
-    OURS: "pip install triton",
     "liger": "pip install --no-deps liger-kernel",
     "fla": "pip install --no-deps fla-core einops",
 }
@@ -95,14 +95,9 @@ def load() -> tuple[dict[str, Peer], dict[str, str]]:
     """Load all functions that are installed.
 
     Returns:
-        The functions by name, and for each missing one the reason and how to install it.
+        The functions by name, and for each missing library the reason and how to install it.
     """
-    missing = {}
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return {FLOOR: floor}, {name: f"Triton is not installed ({INSTALL[OURS]})" for name in INSTALL}
-    functions = {FLOOR: floor, OURS: ours, IN_MODEL: partial(in_model, "triton")}
+    functions, missing = {FLOOR: floor, OURS: ours, IN_MODEL: partial(in_model, "triton")}, {}
     for name, load_library in LIBRARIES.items():
         try:
             functions |= {name: load_library(), by_name(name): partial(in_model, name)}
@@ -157,7 +152,13 @@ def norm_ways(n: int, dtype: torch.dtype) -> Ways:
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """Yield one row per pass, dtype and number of sources, with the reason for each way that is missing."""
+    """Yield one row per pass, dtype and number of sources, with the reason for each library that is missing.
+
+    Raises:
+        ModuleNotFoundError: Triton is not installed.
+    """
+    with require_extra("gpu"):
+        from .without_launches import without_launches
     functions, missing = load()
     setting = Setting(setting.threads, setting.repeats if setting.quick else 5 * setting.repeats, setting.quick)
     pairs = {f"{name} / {FLOOR}": (name, FLOOR) for name in (OURS, IN_MODEL)}
@@ -171,27 +172,19 @@ def measure(setting: Setting) -> Iterator[dict]:
             for n in SOURCES[: 1 if setting.quick else None]:
                 row = {"pass": name, "dtype": dtype, "sources": n, "peers": versions, "missing": missing}
                 if name == PASSES[-1]:
-                    chosen = norm_ways(n, getattr(torch, dtype)) if OURS in functions else {}
+                    chosen = norm_ways(n, getattr(torch, dtype))
                 else:
                     chosen = ways(functions, n, getattr(torch, dtype), name)
-                yield row | compare(timed(chosen, setting), pairs)
-
-
-def timed(ways: Ways, setting: Setting) -> dict:
-    """Return the times of all ways without launches."""
-    if ways.keys() <= {FLOOR}:
-        return interleave(ways, setting)
-    from .without_launches import without_launches
-
-    with without_launches():
-        return interleave(ways, setting)
+                with without_launches():
+                    times = interleave(chosen, setting)
+                yield row | compare(times, pairs)
 
 
 def tables(rows: list[dict]) -> dict[str, Table]:
     """Return the tables of one read, of reads in turn, and of a read with a norm, by their names in the README."""
     missing = sorted({f"{name} did not run: {why}." for row in rows for name, why in row["missing"].items()})
-    versions = ", ".join(f"{name} {number}" for name, number in rows[0]["peers"].items()) if rows else ""
-    note = " ".join([*([f"Measured with {versions}."] if versions else []), *missing])
+    versions = ", ".join(f"{name} {number}" for name, number in rows[0]["peers"].items())
+    note = " ".join([f"Measured with {versions}.", *missing])
     single, in_model = f"{OURS} / {FLOOR}", f"{IN_MODEL} / {FLOOR}"
     alone, in_turn, with_norm = [], [], []
     for row in rows:

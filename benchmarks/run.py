@@ -1,6 +1,7 @@
 """Measure the parts, print their tables and store their results, for `python -m benchmarks` and `attnres bench`."""
 
 import json
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -45,14 +46,21 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
     """Measure each part, print its rows as they are measured and its tables, and store it before the next one begins.
 
     A run that is stopped or fails stores the rows that it has, as `{part}.json`, or `{part}.stopped.json` beside whole
-    results.
+    results. One of several parts that needs a package which is not installed is left out with a message.
 
     Args:
         parts: names of `PARTS`.
         setting: how to measure.
         out: folder for `{part}.json`, the figures and a README with the tables. For this folder's `results`, the
             tables go into this folder's README. With `None` nothing is written.
+
+    Raises:
+        ModuleNotFoundError: the only part needs a package that is not installed.
+        OSError: `out` cannot be written to.
     """
+    if out is not None:  # before minutes are spent on rows that could not be stored
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     console = open_console()
     torch.set_num_threads(setting.threads)
     keep_freed_memory()
@@ -67,7 +75,10 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
                 rows.append(row)
                 # Not by `rich`, which writes a line again if a signal comes while it writes.
                 print(_line(row), flush=True)
-        except BaseException:  # signals too, which the command turns into KeyboardInterrupt and SystemExit
+        except BaseException as error:  # signals too, which the command turns into KeyboardInterrupt and SystemExit
+            if isinstance(error, ModuleNotFoundError) and not rows and len(parts) > 1:
+                console.print(f"{name} is left out: {error}")
+                continue
             if rows and out is not None:
                 path = out / f"{name}.json"
                 # The results of a whole run stay.

@@ -9,19 +9,23 @@ import torch
 from benchmarks import host, report
 from benchmarks.timing import Setting
 
-
-def test_libraries_that_are_not_installed_are_named_with_the_command_that_installs_them(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    row = next(host.measure(Setting(repeats=1, quick=True)))
-    assert row["missing"].keys() == host.INSTALL.keys()
-    assert not row["ratios"]
-    text = report.markdown(host.tables([row])["host"])
-    for name in host.INSTALL:
-        assert f"{name} did not run: Triton is not installed (pip install triton)." in text
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@needs_triton
+def test_libraries_that_are_not_installed_are_named_with_the_command_that_installs_them(monkeypatch):
+    for name in ("liger_kernel", "fla"):
+        monkeypatch.setitem(sys.modules, name, None)
+    row = next(host.measure(Setting(repeats=1, quick=True)))
+    assert row["missing"].keys() == host.INSTALL.keys()
+    text = report.markdown(host.tables([row])["host"])
+    for name, command in host.INSTALL.items():
+        assert f"{name} did not run: " in text and f"({command})." in text
+
+
+@pytest.mark.slow
+@needs_triton
 def test_ours_is_measured_beside_the_floor_and_what_is_replaced_comes_back():
     rows = list(host.measure(Setting(repeats=2, quick=True)))
     assert [row["pass"] for row in rows] == [*host.PASSES] * 2

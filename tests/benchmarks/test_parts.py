@@ -1,8 +1,11 @@
 """Tests of parts and their helpers: memory, delta attention, the traffic model, imports, machines, tables, files."""
 
 import json
+import re
 import subprocess
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +161,30 @@ def test_a_stopped_run_keeps_its_rows_and_the_results_of_a_whole_run(tmp_path, m
     assert len(json.loads(kept.read_text())["rows"]) == 1
     assert {*tmp_path.iterdir()} == {kept, whole}
     assert not is_stored or whole.read_text() == "a whole run"
+
+
+def test_a_part_whose_package_is_not_installed_is_left_out_and_its_stored_results_stay(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "benchmarks.without_launches", raising=False)  # which imports Triton
+    monkeypatch.setattr(Part, "tables", lambda self, rows: {})
+    monkeypatch.setitem(run.PARTS, "imports", Part(None))
+    (tmp_path / "host.json").write_text("a whole run")
+    setting = Setting(threads=torch.get_num_threads(), quick=True)
+    run.run_bench(["host", "imports"], setting, tmp_path)
+    assert re.search(r"host is left out: the package triton is not installed\..* pip install", capsys.readouterr().out)
+    assert len(json.loads((tmp_path / "imports.json").read_text())["rows"]) == 1
+    with pytest.raises(ModuleNotFoundError, match="the package triton is not installed"):
+        run.run_bench(["host"], setting, tmp_path)
+    assert (tmp_path / "host.json").read_text() == "a whole run"
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(run.PARTS, "kda", Part(None))
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "out", Path("/proc")):
+        with pytest.raises(OSError):
+            run.run_bench(["kda"], Setting(threads=torch.get_num_threads()), out)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_whole_run_is_stored_before_its_tables_are_made(tmp_path, monkeypatch):
