@@ -24,6 +24,13 @@ def actions_of(schedule: str, ranks: int, microbatches: int, virtual: int = 1) -
     return [rank_actions(schedule, rank, ranks, microbatches, virtual) for rank in range(ranks)]
 
 
+class StandIn(SimpleNamespace):
+    """An object with these fields. Its other methods, whose names depend on the release of PyTorch, do nothing."""
+
+    def __getattr__(self, name: str):
+        return lambda *arguments, **options: []
+
+
 def torch_actions(schedule: str, rank: int, ranks: int, microbatches: int, virtual: int) -> list[Action]:
     """Return the computations of a rank under a schedule of PyTorch, without the processes that would run them."""
     if schedule == "Interleaved1F1B":
@@ -42,16 +49,10 @@ def torch_actions(schedule: str, rank: int, ranks: int, microbatches: int, virtu
     def record(is_forward: bool):
         return lambda microbatch, *arguments, **options: actions.append(Action(rank, is_forward, microbatch))
 
-    transfers = ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops")
-    stage = SimpleNamespace(
-        stage_index=rank, forward_one_chunk=record(True), backward_one_chunk=record(False),
-        perform_reduce_grad=lambda count: None, **dict.fromkeys(transfers, lambda microbatch: []),
-    )  # fmt: skip
-    nothing = dict.fromkeys(("_initialize_stage", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses"))
-    engine = SimpleNamespace(
-        _stage=stage, _n_microbatches=microbatches, _num_stages=ranks, scale_grads=True,
+    stage = StandIn(stage_index=rank, forward_one_chunk=record(True), backward_one_chunk=record(False))
+    engine = StandIn(
+        _stage=stage, _n_microbatches=microbatches, _num_stages=ranks,
         _check_inputs=lambda *arguments: ([()] * microbatches, [{}] * microbatches),
-        **{name: lambda *arguments: None for name in nothing},
     )  # fmt: skip
     getattr(torch_schedules, f"Schedule{schedule}")._step_microbatches(engine)
     return actions
