@@ -157,6 +157,15 @@ def number(value: float, digits: int = 2) -> str:
     return f"{value:,.{max(places, 0)}f}".replace("-", "\N{MINUS SIGN}")
 
 
+def told_apart(first: float, second: float) -> tuple[str, str]:
+    """Format two numbers for people, with as many digits as it takes to see that they differ."""
+    alike = number(first), number(second)
+    if math.isclose(first, second, rel_tol=_EQUAL):
+        return alike
+    texts = ((number(first, digits), number(second, digits)) for digits in range(2, 8))
+    return next((pair for pair in texts if pair[0] != pair[1]), alike)
+
+
 def signed(value: float) -> str:
     """Format a number with its sign: `+0.027`."""
     return number(value) if value < ZERO else f"+{number(value)}"
@@ -189,4 +198,5 @@ __all__ = [
     "shares_of_weight",
     "signed",
     "sublayers_with_choice",
+    "told_apart",
 ]

@@ -13,7 +13,7 @@ Points = Sequence[tuple[int, float]]  # (step, loss in nats per token)
 def plot_loss_curves(
     curves: Mapping[str, Points], path: str | os.PathLike, compare: tuple[str, str] | None = None
 ) -> None:
-    """Draw training losses and, if `compare` is given, the difference of two of them below.
+    """Draw losses and, if `compare` is given, the difference of two of them below.
 
     Args:
         curves: The points of each curve by its label.
@@ -36,7 +36,7 @@ def _draw_curves(curves: Mapping[str, Points], compare: tuple[str, str] | None) 
     upper, lower = panels[0, 0], panels[-1, 0]
     for label, points in curves.items():
         upper.plot(*zip(*points), label=label, linewidth=1.3)
-    upper.set_ylabel("training loss (nats/token)")
+    upper.set_ylabel("loss (nats/token)")
     upper.legend(frameon=False)
     if compare:
         first, second = (curves[label] for label in compare)

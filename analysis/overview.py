@@ -31,6 +31,7 @@ from .key_numbers import (
     shares_of_weight,
     signed,
     sublayers_with_choice,
+    told_apart,
 )
 
 _CONSTANT = 1e-5  # a difference of weights up to this is a rounding error
@@ -216,11 +217,13 @@ def _describe_interventions(inspection: Inspection) -> list[str]:
 
     most, *others = hidden.argsort(descending=True).tolist()
     if hidden[most] > 0:
-        next_most = ""
+        rise, next_most = number(hidden[most].item()), ""
         if others:
-            name, rise = _with_article(depth.sources[others[0]]), number(hidden[others[0]].item())
-            next_most = f", more than any other source; next is {name} ({rise} nats)"
-        rise = number(hidden[most].item())
+            name = _with_article(depth.sources[others[0]])
+            rise, next_rise = told_apart(hidden[most].item(), hidden[others[0]].item())
+            next_most = f", more than any other source; next is {name} ({next_rise} nats)"
+            if rise == next_rise:
+                next_most = f", and so does hiding {name}; no source costs more"
         sentences.append(f"Hiding {_with_article(depth.sources[most])} costs {rise} nats{next_most}.")
     else:
         sentences.append("No source raises the loss when it is hidden.")
@@ -250,11 +253,13 @@ def _describe_sinks(inspection: Inspection) -> list[str]:
         verb = "is" if len(layers) == 1 else "are"
         counted_layers = f"the {len(layers)} of {counted(len(sinks.mean), 'layer')} that {verb} not linear"
     most = max(layers, key=lambda layer: sinks.mean[layer].item())
+    strongest = percent(sinks.strongest[most].item())
     return [
         f"Later tokens give {percent(mean_of_known(sinks.mean))} of their attention to the first token, on average "
         f"over {counted_layers}; uniform attention would give it {percent(sinks.uniform)}.",
-        f"Layer {most} gives it most, {percent(sinks.mean[most].item())}, and its strongest head "
-        f"{percent(sinks.strongest[most].item())}.",
+        f"Layer {most} gives it most, {percent(sinks.mean[most].item())}, and its strongest head {strongest}."
+        if len(layers) > 1
+        else f"The strongest head of layer {most} gives it {strongest}.",
     ]
 
 
@@ -279,10 +284,10 @@ def _compare_mixing(one: Inspection, other: Inspection) -> str:
         remark = ": every reader gets the plain sum of the embedding and of all outputs before it"
         return f"Their depth-mixing matrices are the same{remark if is_plain_sum else ''}."
     consumer, output = divmod(difference.argmax().item(), len(difference))
+    in_one, in_other = told_apart(first[consumer, output].item(), second[consumer, output].item())
     return (
         f"Their depth-mixing matrices differ most in how much of {_with_article(one.depth.outputs[output])} "
-        f"{_with_article(one.depth.consumers[consumer])} gets: {number(first[consumer, output].item())} in A and "
-        f"{number(second[consumer, output].item())} in B."
+        f"{_with_article(one.depth.consumers[consumer])} gets: {in_one} in A and {in_other} in B."
     )
 
 

@@ -172,7 +172,6 @@ def without_template(text: str) -> str:
     """Return a card, or only its metadata if its text is the unfilled template of `transformers`."""
     metadata, body = split(text)
     try:
-        read(text)  # refuses metadata whose aliases multiply, which `ModelCard` would expand
         template = ModelCard.from_template(ModelCard(text).data, model_description=_TEMPLATE)
     except (TypeError, ValueError, yaml.YAMLError):  # the template cannot hold this metadata
         return text

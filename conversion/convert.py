@@ -154,7 +154,7 @@ def write(
     ]
     check_space(target, sum(shard.path.stat().st_size for shard in copied))
     plan.write_configuration(target)
-    notes = copy_side_files(checkpoint.folder, target, trust_remote_code, plan.has_legacy_settings)
+    notes = copy_side_files(checkpoint.folder, target, trust_remote_code, plan.has_legacy_settings, plan.code_folder)
 
     names = plan.file_names([shard.path.name for shard in kept])
     weight_map = {}  # tensor -> file

@@ -19,6 +19,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
+from attnres.kimi_k3_configuration_attnres import fields_without_experts
 from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
 from attnres.pretrained_attnres import auto_map
 from attnres.utils.model_files import RECORD
@@ -58,6 +59,11 @@ class KimiK3Plan(Plan):
     def num_values(self) -> int:
         """The number of values in the source's tensors, with experts unpacked; see the base class."""
         return count_parameters(self.config)
+
+    @property
+    def code_folder(self) -> str:
+        """The subfolder for code of the source; a release has its code at the top level. See the base class."""
+        return "" if self.is_release else super().code_folder
 
     @property
     def has_code(self) -> bool:
@@ -253,6 +259,11 @@ def _loadable_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     added = {AUTO_MAP: auto_map(AttnResKimiK3ForCausalLM), "model_type": AttnResKimiK3Config.model_type}
     # Code of the source would run where a user trusts this package's code in the result.
     result = _without_code(fields)
+    known = AttnResKimiK3Config.fields_of_file(fields)
+    if known.get("num_experts", known.get("num_local_experts")) is None:
+        text = result.get("text_config", result)
+        text.pop("num_experts_per_tok", None)  # another name of a field that is set
+        text |= fields_without_experts(known.get("num_hidden_layers", AttnResKimiK3Config.num_hidden_layers))
     if "text_config" in result:
         return {name: result.get(name) for name in fields if name in result or name in added} | added
     text = {name: value for name, value in result.items() if name != "transformers_version"}

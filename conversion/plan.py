@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import ResidualConfig
 from attnres.pretrained_attnres import auto_map
+from attnres.utils.model_files import SOURCE_CODE
 
 from .checkpoint import Checkpoint
 from .shards import Entry
@@ -76,6 +77,11 @@ class Plan:
     def has_code(self) -> bool:
         """True if the result gets the family's code and a model card."""
         return isinstance(self.config, ResidualConfig)
+
+    @property
+    def code_folder(self) -> str:
+        """The subfolder of the result for code that came with the source, where it cannot replace the family's code."""
+        return SOURCE_CODE
 
     @property
     def title(self) -> str:

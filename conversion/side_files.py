@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from attnres.utils.model_files import OTHER_PATTERNS, TOKENIZER_PATTERNS
+from attnres.utils.model_files import OTHER_PATTERNS, SOURCE_CODE, TOKENIZER_PATTERNS
 from attnres.utils.quiet import quiet_transformers
 
 from .source_code import AUTO_MAP, code_fields, copy_code, references, shown
@@ -22,7 +22,11 @@ TOKENIZER_FILES = (_TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model", "voca
 
 
 def copy_side_files(
-    folder: Path, target: Path, trust_remote_code: bool = False, has_legacy_settings: bool = True
+    folder: Path,
+    target: Path,
+    trust_remote_code: bool = False,
+    has_legacy_settings: bool = True,
+    code_folder: str = SOURCE_CODE,
 ) -> list[str]:
     """Copy the side files of a model, so that `AutoTokenizer` loads the same tokenizer from the copies.
 
@@ -33,6 +37,7 @@ def copy_side_files(
             a tokenizer that needs its code is not copied: `AutoTokenizer` might take another class for it, which gives
             other tokens.
         has_legacy_settings: Whether settings of generation in `config.json` move to `generation_config.json`.
+        code_folder: The subfolder of the result for that code; empty for the top level.
 
     Returns:
         Notes for the user on code, one line each.
@@ -58,11 +63,11 @@ def copy_side_files(
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
         if path.suffix == ".json":
-            notes += _settle_code(path, copy, folder, target, trust_remote_code)
+            notes += _settle_code(path, copy, folder, target, trust_remote_code, code_folder)
     if has_legacy_settings and not (folder / GENERATION_CONFIG_NAME).exists():
         _copy_legacy_generation_config(folder, target)
         path = target / GENERATION_CONFIG_NAME
-        notes += _settle_code(path, path, folder, target, trust_remote_code)
+        notes += _settle_code(path, path, folder, target, trust_remote_code, code_folder)
     if loaded is not None:
         _name_tokenizer_class(type(loaded).__name__, target)
         backend = getattr(loaded, "backend_tokenizer", None)
@@ -82,7 +87,9 @@ def _side_files(folder: Path) -> dict[Path, bool]:
     return paths
 
 
-def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remote_code: bool) -> list[str]:
+def _settle_code(
+    path: Path, copy: Path, folder: Path, target: Path, trust_remote_code: bool, code_folder: str
+) -> list[str]:
     """Copy the code that a JSON file refers to, or remove the references from its copy. Return notes for the user."""
     content, name = read_json(path), shown(path.name)
     holders = code_fields(content)
@@ -91,7 +98,7 @@ def _settle_code(path: Path, copy: Path, folder: Path, target: Path, trust_remot
         if key == AUTO_MAP:
             referred += references(fields, path)
         if key == AUTO_MAP and trust_remote_code:
-            fields[key], copied = copy_code(fields[key], folder, target)
+            fields[key], copied = copy_code(fields[key], folder, target, code_folder)
             files += copied
         else:
             del fields[key]

@@ -93,13 +93,16 @@ def module_of(reference: str, folder: Path) -> list[str]:
     return parts
 
 
-def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[Any, list[str]]:
+def copy_code(
+    auto_map: dict | list | str, folder: Path, target: Path, subfolder: str = SOURCE_CODE
+) -> tuple[Any, list[str]]:
     """Copy the Python files that an `auto_map` refers to, and the files that they import.
 
     Args:
         auto_map: The value of the field `auto_map`.
         folder: The source's directory.
         target: The result's directory.
+        subfolder: The subfolder of `target` for the copies; empty for its top level.
 
     Returns:
         The value with references to the copies, and the sorted paths of the copies relative to `target`.
@@ -119,9 +122,9 @@ def copy_code(auto_map: dict | list | str, folder: Path, target: Path) -> tuple[
         if not value or "--" in value:  # none, or code in another repository
             return value
         parts = module_of(value, folder)
-        # An earlier conversion has put it into the subfolder already. A file `source_code.py` is not that subfolder.
-        is_in_subfolder = len(parts) > 1 and parts[0] == SOURCE_CODE
-        parents = parts[:-1] if is_in_subfolder else [SOURCE_CODE, *parts[:-1]]
+        # An earlier conversion may have put it into its subfolder. A file `source_code.py` is not that subfolder.
+        is_moved = len(parts) > 1 and parts[0] == SOURCE_CODE
+        parents = [*filter(None, [subfolder]), *parts[is_moved:-1]]
         for path in with_imports(folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder):
             copy = target.joinpath(*parents, path.name)
             if copy.exists() and copy.read_bytes() != path.read_bytes():

@@ -133,10 +133,11 @@ _EXPONENT = r"(?:\{[ ]?[+-]?\d{1,4}[ ]?\}|[+-]?\d{1,4}(?!\d))"
 
 _TOKEN = re.compile(
     rf"""
-    # Not numbers: x_1, m^2, and values that cannot be read: a root, a fraction of anything but numbers.
+    # Not numbers: x_1, m^2, and values that cannot be read: a root, a fraction of anything but numbers. An underscore
+    # that follows nothing marks a number, as in __18__.
       (?P<unreadable> \\sqrt(?:\[[^][{{}}]*\])?[ ]?(?:\{{[^{{}}]*\}}|\d+) | √[ ]?\d+
         | (?!{_LATEX_FRACTION}) \\frac[ ]?(?:\{{[^{{}}]*\}}|\d)?[ ]?(?:\{{[^{{}}]*\}}|\d)? )
-    | (?P<index> [_^][ ]?(?:\{{[^{{}}]*\}} | -?\d+) )
+    | (?P<index> (?:\^|(?<=[A-Za-zÀ-Ͽ0-9)\]}}'])_)[ ]?(?:\{{[^{{}}]*\}} | -?\d+) )
     | (?P<number>
         # A dash before a space is the mark of a list, except after `=` and the like.
         (?P<sign> (?<![\d)\]}}%])-(?=\$?[ ]?[\d.\\]) | (?:(?<==[ ])|(?<=\bis[ ])|(?<=[=({{$]))-[ ](?=[\d.\\])
@@ -168,10 +169,11 @@ _MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion":
 # A text between two numbers that makes the second a part of an expression (20 - 2), a range, a ratio or one of several
 # answers.
 _JOINED = re.compile(
-    r"[)}\]]*(?P<space> ?)(?:[-+×÷·/:^]|\*{1,2})(?P=space)[({\[]*|[*$,)} ]*(?:\bor\b|\band\b|或者?|和|、)[*$({ ]*"
+    r"[)}\]*_]*(?P<space> ?)(?:[-+×÷·/:^]|\*{1,2})(?P=space)[({\[*_]*"
+    r"|[*_$,)} ]*(?:(?<![A-Za-z])(?:or|and)(?![A-Za-z])|或者?|和|、)[*_$({ ]*"
 )
 # A text before a number that is not the answer: `not 7`, `不是7`.
-_DENIED = re.compile(r"(?:\bnot|不是|并非)[\s*$({\\]*\Z", re.IGNORECASE)
+_DENIED = re.compile(r"(?:\bnot|不是|并非)[\s*_$({\\]*\Z", re.IGNORECASE)
 _NEAR = 40  # how many characters before a number can change its meaning
 
 

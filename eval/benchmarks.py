@@ -59,7 +59,6 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     Raises:
         FileNotFoundError: The data set, or a part of it that the benchmark needs, is missing or damaged, or a function
             of the task file fails. The message is one line with the remedy.
-        RuntimeError: A template of a task file takes too much time or memory.
     """
     if data is None and _is_downloaded(benchmark):
         return load(benchmark, _download(benchmark))
@@ -86,17 +85,15 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     import huggingface_hub.constants
     from datasets.exceptions import DatasetsError
 
-    from .templates import TemplateTooLong, bounded_templates
+    from .templates import templates_compiled_once
 
     try:
-        with _quiet_hub(), bounded_templates():
+        with _quiet_hub(), templates_compiled_once():
             # The public `TaskManager.load` does not pass overrides on to the tasks of a group. Given the group as a
             # mapping with overrides, it replaces the `task` of each member by the list of all members.
             tasks = manager._factory.build(
                 manager.task_index[benchmark.group], overrides=overrides, registry=manager.task_index
             )
-    except TemplateTooLong:
-        raise
     except KeyError as error:
         raise data_missing(benchmark, data, f"it has no split or column {error}") from error
     except ConnectionError as error:
@@ -170,8 +167,7 @@ def _cache_path(folder: Path) -> Path:
     """
     import datasets
 
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in data_folder.files_of(folder)]
     return Path(datasets.config.HF_DATASETS_CACHE) / "attnres" / sha256(repr(state).encode()).hexdigest()[:16]
 
 

@@ -1,7 +1,6 @@
 """Check a data set in the folder of `--data` before `datasets` reads it, and find the commit that was read.
 
-A data set comes from others. Its README and its links must not lead to files outside of its folder. Some data sets
-still have a loading script, which `datasets` refuses. Their data is read without it.
+Some data sets still have a loading script, which `datasets` refuses. Their data is read without it.
 """
 
 import os
@@ -25,24 +24,26 @@ _ZIPPED_SPLIT = re.compile(r"(?P<split>[\w-]+)/(?P<config>[\w-]+)\.csv")
 
 
 def check(folder: Path) -> None:
-    """Check the README and the links of a data set. The content of its data files is left to `datasets`.
+    """Check that a data set is in its folder, by its README.
+
+    The files of the folder decide whether converted data is read again, and which commit is reported. Both would be
+    wrong for files elsewhere.
 
     Raises:
-        ValueError: The README is broken or names a file outside of the folder, or a link leads out of the folder. The
-            message is one line.
+        ValueError: The README is broken or names a file outside of the folder. The message is one line.
     """
-    root = os.path.realpath(folder)
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and os.path.commonpath([root, os.path.realpath(path)]) != root:
-            raise ValueError(
-                f"{path} is a link to {os.path.realpath(path)}, outside the folder: put the file itself there"
-            )
     readme = folder / "README.md"
     if not readme.is_file():
         return
     for name in _file_names(_configs(readme)):
         if os.path.isabs(name) or "://" in name or ".." in Path(name).parts:
             raise ValueError(f"{readme} names {name}, which is not in the folder: name its files from there")
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return all files of a folder, also those behind links, sorted."""
+    paths = (Path(parent, name) for parent, _, names in os.walk(folder, followlinks=True) for name in names)
+    return sorted(path for path in paths if path.is_file())
 
 
 def _configs(readme: Path) -> list[Any]:
@@ -186,7 +187,7 @@ def revision(source: str | None, dataset: Mapping[str, Any]) -> str | None:
         40 hexadecimal digits. `None` if the commit is unknown, or if a file was added or changed since the download.
     """
     if source and os.path.isdir(source):
-        names = (path.relative_to(source) for path in Path(source).rglob("*") if path.is_file())
+        names = (path.relative_to(source) for path in files_of(Path(source)))
         commits = {_downloaded_commit(Path(source), name) for name in names if name.parts[0] != ".cache"}
     else:
         # `datasets` names the folder of its converted files after the commit.

@@ -9,12 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from attnres.utils.wording import did_you_mean, install_command
-from attnres.utils.yaml_files import UnboundedYaml, load_yaml
 
-from .paper import Benchmark, TaskFileLoader
+from .paper import Benchmark
 from .task_index import TaskConfig, find_task_manager, index_folders, member_name, member_names
 
 # `dataset_path` may be a data set's id, or one of these file formats of `datasets`. Then the task names its own files.
@@ -50,7 +47,6 @@ def describe(names: Collection[str], include_path: Path | None, paper: Collectio
     if include_path is not None:
         if not include_path.is_dir():
             raise ValueError(f"--include-path {include_path} is not a directory.")
-        _check_bounded(include_path)
         your_tasks = index_folders([include_path], include_defaults=False).task_index
         if taken := [name for name in names if name in paper and name in your_tasks]:
             file = your_tasks[taken[0]].yaml_path
@@ -177,27 +173,6 @@ def _unreadable_files(include_path: Path | None) -> str:
         except Exception as error:
             broken.append(f"{path} ({' '.join(str(error).split())[:120]})")
     return f" Not readable: {', '.join(broken)}." if broken else ""
-
-
-def _check_bounded(include_path: Path) -> None:
-    """Raise ValueError if lm_eval could not finish reading your task files or a file that they include.
-
-    Files that are not YAML are left to lm_eval, which skips them; `_unreadable_files` reports these.
-    """
-    pending, seen = sorted(include_path.rglob("*.yaml")), set()
-    while pending:
-        path = pending.pop()
-        if path in seen or not path.is_file():
-            continue
-        seen.add(path)
-        try:
-            task = load_yaml(path.read_text(encoding="utf-8"), TaskFileLoader)
-        except UnboundedYaml as error:
-            raise ValueError(f"--include-path: {path} cannot be used: {error}.") from error
-        except (ValueError, yaml.YAMLError):
-            continue
-        included = task.get("include", []) if isinstance(task, dict) else []
-        pending += [path.parent / str(name) for name in (included if isinstance(included, list) else [included])]
 
 
 __all__ = ["describe"]

@@ -17,7 +17,8 @@ from .rows import ReportRow, Shortened
 # The note that explains the rows of second filters.
 SECOND_NOTE = (
     "A line with a filter in parentheses scores the same generated texts as the line above it, but takes the answers "
-    "from them in another way. flexible-extract takes the last number or announced answer, however it is marked."
+    "from them in another way. In benchmarks of the paper, flexible-extract takes the last number or announced answer, "
+    "however it is marked."
 )
 # The greatest lengths of labels in the chart: titles of benchmarks, and names of models.
 TITLE_CHARACTERS, MODEL_CHARACTERS = 24, 48

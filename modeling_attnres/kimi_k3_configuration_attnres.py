@@ -428,8 +428,7 @@ class AttnResKimiK3Config(AttnResConfig):
             if value is not None or name in _WRITTEN_NULLS:
                 text[name] = value
         if self.num_local_experts is None:
-            # Without experts, these have no effect here, but llama.cpp refuses other values.
-            text |= {"num_experts_per_token": 0, "first_k_dense_replace": self.num_hidden_layers}
+            text |= fields_without_experts(self.num_hidden_layers)
         linear = {name: getattr(self, field) for name, field in _LINEAR_FIELDS.items()}
         text["linear_attn_config"] = {name: value for name, value in linear.items() if value is not None} | {
             name: [i + 1 for i, of_layer in enumerate(self.layer_types) if of_layer == kind]
@@ -456,6 +455,11 @@ class AttnResKimiK3Config(AttnResConfig):
         names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
         outer |= {name: text[name] for name in names if name in text}
         return outer | (self.composite_fields or {}) | {"text_config": text}
+
+
+def fields_without_experts(num_layers: int) -> dict[str, int]:
+    """Return fields of a release without experts. They have no effect here, but llama.cpp refuses other values."""
+    return {"num_experts_per_token": 0, "first_k_dense_replace": num_layers}
 
 
 def _is_float32(value: Any) -> bool:

@@ -41,6 +41,7 @@ from attnres.utils.files import atomic_directory, atomic_write
 from attnres.utils.model_files import DEMO_ATTENTION, DEMO_LOSSES, DEMO_MODEL, DEMO_RESULTS, WRITTEN_DEMO
 from attnres.utils.progress import ProgressBar
 from attnres.utils.quiet import quiet_transformers
+from attnres.utils.wording import counted
 
 from .comparison import ComparisonData, Difference, compare, comparison_data, difference, split
 from .runs import Run, sequence_losses
@@ -71,10 +72,10 @@ NEW_TOKENS = 40  # of each text that is generated
 
 THE_MODEL = "Both are Llamas with {layers} layers of width {width}: {parameters:,} parameters beside the embeddings."
 AT_THIS_LENGTH = (
-    "This is not the difference at the end of a training. {tokens:,} tokens are {share:.2f} for each parameter, and "
-    "leads are largest early: the largest model measured so far led by 0.53 nats after 300 steps, and by 0.34 after "
-    "1,024. Longer runs of small dense models mostly ended 0.01 to 0.07 apart, and the paper reports 0.02 after 200 "
-    "tokens for each parameter (docs/results.md in the repository)."
+    "This is not the difference at the end of a training. {tokens:,} tokens are {share:.2f} for each parameter, and a "
+    "difference changes with the length: that of the largest model measured so far was 0.53 nats after 300 steps, and "
+    "0.34 after 1,024. Longer runs of small dense models mostly ended 0.01 to 0.07 apart, and the paper reports 0.02 "
+    "after 200 tokens for each parameter (docs/results.md in the repository)."
 )
 
 _GENERATE = """
@@ -388,7 +389,9 @@ def _loss_table(seeds: range, losses: dict[str, list[float]], lead: Difference, 
 
 
 def _describe_errors(lead: Difference, documents: int) -> str:
+    lower = sum(gain < 0 for gain in lead.by_seed)
     return (
+        f"{ATTN_RES} has the lower loss with {lower} of {counted(len(lead.by_seed), 'seed')}. "
         f"± is the standard deviation over seeds. For the choice of the {documents} held-out documents the mean has a "
         f"standard error of {lead.over_documents:.4f}."
     )

@@ -20,6 +20,7 @@ def test_curves_are_drawn_and_written(tmp_path, monkeypatch):
     ]
     assert lower.get_lines()[0].get_ydata() == pytest.approx([0.1])
     assert lower.get_title() == "b - c"
+    assert upper.get_ylabel() == "loss (nats/token)"  # the legend says of which text
 
 
 def test_lines_are_means_over_seeds_and_the_difference_is_taken_within_a_seed(tmp_path, monkeypatch):

@@ -143,6 +143,21 @@ def test_interventions_are_described_by_the_largest_rises():
     )
 
 
+@pytest.mark.parametrize(
+    ("rise", "expected"),
+    [
+        (0.6904, "Hiding the embedding costs 0.691 nats, more than any other source; next is block 1 (0.690 nats)."),
+        (0.6913, "Hiding the embedding costs 0.69 nats, and so does hiding block 1; no source costs more."),
+    ],
+)
+def test_a_source_costs_most_only_if_the_numbers_show_it(rise, expected):
+    inspection = block_attn_res()
+    hidden = inspection.interventions.hidden.clone()
+    hidden[0], hidden[1] = 0.6913, rise
+    (lines,), _ = sentences(changed(inspection, "interventions", hidden=hidden))["Use of the sources"]
+    assert lines[1] == expected
+
+
 def test_interventions_that_cost_nothing_are_described_so():
     inspection = block_attn_res()
     hidden, uniform = inspection.interventions.hidden, inspection.interventions.uniform
@@ -172,7 +187,7 @@ def test_sinks_are_described_for_layers_that_have_weights():
         [
             "Later tokens give 30% of their attention to the first token, on average over the 1 of 2 layers that is "
             "not linear; uniform attention would give it 4.0%.",
-            "Layer 1 gives it most, 30%, and its strongest head 60%.",
+            "The strongest head of layer 1 gives it 60%.",
         ]
     ]
     none = changed(inspection, "sinks", mean=torch.full((2,), NAN).double(), strongest=torch.full((2,), NAN).double())
@@ -180,6 +195,10 @@ def test_sinks_are_described_for_layers_that_have_weights():
         ["All attention over the sequence is linear: it has no weights, and so no sinks to measure."]
     ]
     assert sentences(none, standard())["Attention sinks"][1] == ""
+    both = changed(
+        inspection, "sinks", mean=torch.tensor([0.1, 0.3]).double(), strongest=torch.tensor([0.2, 0.6]).double()
+    )
+    assert sentences(both)["Attention sinks"][0][0][1] == "Layer 1 gives it most, 30%, and its strongest head 60%."
     alone = changed(inspection, "sinks", mean=torch.tensor([0.3]).double(), strongest=torch.tensor([0.6]).double())
     assert "on average over 1 layer;" in sentences(alone)["Attention sinks"][0][0][0]
 
@@ -218,6 +237,9 @@ def test_connections_without_depth_attention_are_compared_by_their_matrices():
         f"Their depth-mixing matrices differ most in how much of {one.depth.outputs[1]} {one.depth.consumers[3]} gets: "
         "1.0 in A and \N{MINUS SIGN}0.50 in B."
     )
+    mean[3, 1] = 1.002
+    comparison = sentences(one, changed(one, "mixing", mean=mean))["Weights of the sources"][1]
+    assert comparison.endswith("gets: 1.000 in A and 1.002 in B.")
     _, comparison = sentences(full_attn_res(4, 8), standard())["Weights of the sources"]
     assert comparison == "Their depths differ, so their depth-mixing matrices cannot be compared."
 

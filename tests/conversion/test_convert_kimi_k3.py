@@ -314,6 +314,43 @@ def test_code_of_a_release_is_left_out_and_its_file_comes_back_byte_for_byte(sou
     assert (tmp_path / "again" / "config.json").read_bytes() == text.encode()
 
 
+def test_code_of_a_release_lies_at_the_top_level_again(source, tmp_path):
+    """A conversion moves it out of the way of the model's code, and `--to released` moves it back."""
+    folder = source("composite")
+    (folder / "tokenization_mine.py").write_text("from .tool_mine import TOOL\n\n\nclass Mine:\n    pass\n")
+    (folder / "processing_mine.py").write_text("class Processor:\n    pass\n")
+    (folder / "tool_mine.py").write_text("TOOL = 1\n")
+    fields = {
+        "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}},
+        "preprocessor_config.json": {"auto_map": {"AutoProcessor": "processing_mine.Processor"}},
+    }
+    for name, content in fields.items():
+        (folder / name).write_text(json.dumps(content))
+    options = ("--no-verify", "--trust-remote-code")
+    convert_well(folder, tmp_path / "result", *options)
+    moved = json.loads((tmp_path / "result" / "preprocessor_config.json").read_text())["auto_map"]
+    assert moved == {"AutoProcessor": "source_code/processing_mine.Processor"}
+    convert_well(tmp_path / "result", tmp_path / "again", "--to", "released", *options)
+    for name, content in fields.items():
+        assert json.loads((tmp_path / "again" / name).read_text()) == content
+    before, after = files_of(folder), files_of(tmp_path / "again")
+    assert {name for name in after if name.endswith(".py")} == {name for name in before if name.endswith(".py")}
+    assert not (tmp_path / "again" / "source_code").exists()
+
+
+@pytest.mark.parametrize("layout", ["composite", "text"])
+def test_a_release_without_experts_gets_the_fields_that_llama_cpp_takes_and_goes_back_byte_for_byte(tmp_path, layout):
+    """Its own fields may be those of a model with experts, where they have no effect."""
+    fields = release.text_fields(num_experts=None, first_k_dense_replace=1)
+    release.write(tmp_path / "source", fields, release.random_tensors(fields), layout=layout)
+    convert_well(tmp_path / "source", tmp_path / "result")
+    text = json.loads((tmp_path / "result" / "config.json").read_text())["text_config"]
+    assert (text["num_experts"], text["num_experts_per_token"], text["first_k_dense_replace"]) == (None, 0, 7)
+    convert_well(tmp_path / "result", tmp_path / "again", "--to", "released")
+    config = (tmp_path / "again" / "config.json").read_bytes()
+    assert config == (tmp_path / "source" / "config.json").read_bytes()
+
+
 def test_code_goes_out_of_a_result_whose_record_is_lost(source, tmp_path):
     folder = source("composite")
     change_json(folder / "config.json", custom_pipelines={"text-generation": {"impl": "other/repository--pipe.Evil"}})

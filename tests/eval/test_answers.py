@@ -13,6 +13,14 @@ from attnres.eval import answers, scoring
 NUMBERS = [
     # Marks.
     ("The answer is **18**.", 18),
+    ("The answer is __18__.", 18),
+    ("_18_", 18),
+    ("***__18__***", 18),
+    ("__$1_800__", 1800),
+    ("__-5__", -5),
+    ("答案是__18__。", 18),
+    ("答案是_18_。", 18),
+    ("She has ___18___ left.", 18),
     (r"Thus $\boxed{18}$.", 18),
     (r"\boxed{18\text{ dollars}}", 18),
     ("#### 18", 18),
@@ -89,6 +97,9 @@ NUMBERS = [
     ("18 元", 18),
     ("18 in COVID-19", 18),
     ("x_1 = 18 = x_2", 18),
+    (r"18 = \text{total}_{2}", 18),
+    ("18 is α_2", 18),
+    ("18 is f(x)_2", 18),
     ("3 million", 3_000_000),
     ("2 hundred-dollar bills", 2),
     # Other scripts.
@@ -98,11 +109,15 @@ NUMBERS = [
     ("１８．５", Fraction(37, 2)),
     # Numbers that are not the answer.
     ("The answer is not 7 but 18.", 18),
+    ("It is 18, not __7__.", 18),
     ("The answer is 18, not 7.", 18),
     ("答案是18，不是7。", 18),
     # Several answers, ranges, and expressions without a result.
     ("18 or 20", None),
     ("**18** or **20**", None),
+    ("__18__ or __20__", None),
+    ("**10**-**15**", None),
+    ("__20__ - __2__", None),
     ("18和20", None),
     ("10-15", None),
     ("10\N{EN DASH}15", None),

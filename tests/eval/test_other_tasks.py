@@ -1,10 +1,6 @@
 """Tasks of lm_eval and of your own folder run and are reported like the paper's benchmarks."""
 
 import json
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +8,7 @@ import pytest
 from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import benchmarks, load, pick
 from attnres.eval.options import EvalOptions
-from attnres.eval.templates import TemplateTooLong, bounded_templates
+from attnres.eval.templates import templates_compiled_once
 
 TASK_FILE = """
 task: {name}
@@ -101,170 +97,48 @@ def test_a_task_that_cannot_be_run_is_refused_in_one_line(tasks, file, message, 
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("file", ["new.yaml", "_shared"])
-def test_a_task_file_with_multiplying_aliases_is_refused_before_the_harness_reads_it(file, folder):
-    """A file that only an `include` names is checked too, whatever its suffix."""
-    aliases = ["a: &a [x, x, x, x, x, x, x, x, x]"]
-    aliases += [f"{name}: &{name} [{', '.join([f'*{of}'] * 9)}]" for of, name in zip("abcdefgh", "bcdefghi")]
-    bomb = task("mine") + "metadata:\n" + "".join(f"  {line}\n" for line in aliases)
-    (folder / "new.yaml").write_text(f"include: {file}\ntask: mine\n")
-    (folder / file).write_text(bomb)
-    with pytest.raises(
-        ValueError, match=rf"^--include-path: {folder / file} cannot be used: its aliases .* repeat more"
-    ):
-        pick("mine", folder)
-
-
-LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+@pytest.mark.slow
+def test_a_template_may_be_as_large_as_its_author_likes(folder, model, tmp_path):
+    """A loop over 200,000 numbers, a text of 14 million characters on the way, and a long template."""
+    template = "{% for n in range(200000) %}{% if n == answer %}{{ n }}{% endif %}{% endfor %}"
+    template += "{% set long = question * 2000000 %}{{ long | length }} {{ 2 ** 100001 % 7 }} "
+    template += "{{ question }} " * 200
+    text = task().replace("DATA", str(folder / "data.json"))
+    (folder / "sums.yaml").write_text(text.replace("doc_to_text: question", f"doc_to_text: {json.dumps(template)}"))
+    (sums,) = pick("sums", folder)
+    loaded = load(sums)["tasks"]["sums"]
+    doc = loaded.eval_docs[1]
+    assert loaded.doc_to_text(doc) == "114000000 4 " + "1 + 1 = " * 200
+    run_eval(EvalOptions(model, tmp_path / "out", benchmarks=[sums], limit=2))
+    assert "| sums | 2 |" in (tmp_path / "out" / "report.md").read_text()
 
 
 @pytest.mark.slow
-def test_an_endless_template_fails_its_benchmark_alone(folder, model, tmp_path, capsys, monkeypatch):
-    """The template of `at_once` is stopped while the task is loaded, that of `later` while a later prompt is made."""
-    monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.2)
-    templates = {"at_once": LOOP, "later": "x{% if answer %}" + LOOP + "{% endif %}"}
-    for name, template in templates.items():
+def test_a_template_that_fails_fails_its_benchmark_alone(folder, model, tmp_path, capsys):
+    """The template of `at_once` fails while the task is loaded, that of `later` while a later prompt is made."""
+    for name, template in {"at_once": "{{ 1 / 0 }}", "later": "x{{ 1 / (answer - 1) }}"}.items():
         text = task(name).replace("DATA", str(folder / "data.json"))
         text = text.replace("doc_to_text: question", f"doc_to_text: {json.dumps(template)}")
         (folder / f"{name}.yaml").write_text(text)
     with pytest.raises(RuntimeError, match="2 of 3 benchmarks"):
         run_eval(EvalOptions(model, tmp_path / "out", benchmarks=pick("sums,at_once,later", folder), limit=4))
     output = capsys.readouterr().out.splitlines()
-    for name, template in templates.items():
-        expected = (
-            f"Left out: {name}: A template of its task file takes more than 0.2 s for one item. Look for a loop that"
-        )
-        assert sum(line.startswith(expected) and template[:40] in line for line in output) == 1
+    assert sum(line.startswith("Left out: ") and "division by zero" in line for line in output) == 2
     assert "| sums | 4 |" in (tmp_path / "out" / "report.md").read_text()
 
 
-def render(template: str, **values: object) -> str:
+def test_a_template_is_compiled_once_while_tasks_are_read(monkeypatch):
     from lm_eval import utils
 
-    return utils.apply_template(template, values)
-
-
-# Template -> the bound that the message names.
-TOO_LARGE = [
-    ('{{ "x" * 10**10 }}', "the result of `*` must be at most 10,000,000"),
-    ("{{ q * 10**10 }}", "the result of `*`"),
-    ("{{ 10**10 * q }}", "the result of `*`"),
-    ("{{ [0] * 10**10 }}", "the result of `*`"),
-    ("{{ 9 ** (9 ** 9) % 10 }}", "a power must be at most 100,000 bits"),
-    ("{% set n = namespace(v=3) %}{% for i in range(99) %}{% set n.v = n.v * n.v %}{% endfor %}", "a product"),
-    ("{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v + n.v %}{% endfor %}", "the result of `+`"),
-    (
-        "{% set n = namespace(v=q) %}{% for i in range(99) %}{% set n.v = n.v ~ n.v %}{% endfor %}",
-        "the result of `join`",
-    ),
-    ('{{ "%99999999999d" % 1 }}', "the width in a format"),
-    ('{{ "%(a)99999999999d" % {"a": 1} }}', "the width in a format"),
-    ('{{ "%*d" % (10**11, 1) }}', "the width in a format"),
-    ('{{ "{:99999999999}".format(1) }}', "the width in a format"),
-    ('{{ "{:{}}".format(1, 10**11) }}', "the width in a format"),
-    ('{{ "{a:{w}}".format_map({"a": 1, "w": 10**11}) }}', "the width in a format"),
-    ('{{ "%99999999999d" | format(1) }}', "the width in a format"),
-    ("{{ q.ljust(10**10) }}", "the width of `ljust`"),
-    ("{{ q.zfill(10**10) }}", "the width of `zfill`"),
-    ("{{ q | center(10**10) }}", "the width of `center`"),
-    ("{{ q | center(99999999999) }}", "the width of `center`"),
-    ('{{ [q] | map("center", 10**10) | list }}', "the width of `center`"),
-    ("{{ q | indent(10**10, true) }}", "the result of `indent`"),
-    ("{{ [q] | batch(10**10, 0) | list }}", "the size of `batch`"),
-    ("{{ [q] | slice(10**10) | list }}", "the number of `slice`"),
-    ("{{ 1.5 | round(10**10, 'floor') }}", "the precision of `round`"),
-    ('{{ (q * 9999).replace("", "x" * 9999) }}', "the result of `replace`"),
-    ('{{ (q * 9999) | replace("", "x" * 9999) }}', "the result of `replace`"),
-    ('{{ ("x" * 9999).join((q * 9999) | list) }}', "the result of `join`"),
-    ('{{ (q * 9999) | list | join("x" * 9999) }}', "the result of `join`"),
-    ("{{ range(10 ** 12) | list }}", "`range` must be at most 100,000 numbers"),
-    ("{{ range(0 - 10 ** 30, 10 ** 30, 7) | list }}", "`range` must be at most 100,000 numbers"),
-    ("{% set t = q * 10**6 %}{% for i in range(99999) %}{{ t }}{% endfor %}", "the rendered text"),
-]
-
-
-@pytest.mark.parametrize(("template", "bound"), TOO_LARGE)
-def test_a_template_that_builds_too_much_is_refused_in_one_line(template, bound):
-    with bounded_templates(), pytest.raises(TemplateTooLong) as error:
-        render(template, q="abc")
-    text = str(error.value)
-    assert text.startswith("A template of its task file builds too much in one item: ")
-    assert bound in text and template[:60] in text and "\n" not in text
-
-
-def test_an_endless_template_is_stopped_in_a_thread_too(monkeypatch):
-    """Only the main thread receives signals."""
-    monkeypatch.setattr("attnres.eval.templates.TEMPLATE_SECONDS", 0.1)
-    with bounded_templates(), ThreadPoolExecutor(1) as pool, pytest.raises(TemplateTooLong, match=r"more than 0\.1 s"):
-        pool.submit(render, LOOP).result()
-
-
-def test_templates_within_the_bounds_are_rendered_as_the_harness_does():
-    templates = [
-        '{{ q * 1000 }}{{ "%05d|%s" % (7, q) }}{{ 50000000 }}{{ "100% of 99999999999" }}',
-        '{{ "{:>8}|{:.2f}|{n}".format(q, 2.0, n=10**12) }}{{ 2 ** 100 }}{{ 10**9 * 10**9 }}{{ [1] + [2] }}',
-        '{{ q.replace("a", "b").center(9) }}{{ q | indent | center(9) | replace("a", "b") }}{{ q ~ 1 ~ n }}',
-        '{{ [q, 2] | join(", ") }}{{ ["a", "b"] | batch(2) | list }}{{ 2.567 | round(2) }}{{ {"a": 1} | tojson(2) }}',
-        '{{ q | regex_replace("a", "b") }}{{ range(5, 0, -2) | list }}{{ range(100000) | sum }}{{ range(0) | list }}',
-        "{% for i in range(3) %}{{ loop.index }}{% endfor %}{{ ' %s' * 2 }}{{ '%s%%' % n }}",
-    ]
-    plain = [render(template, q="abc\nd", n=5) for template in templates]
-    with bounded_templates():
-        assert [render(template, q="abc\nd", n=5) for template in templates] == plain
-
-
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_an_alarm_at_the_end_of_a_template_still_raises_the_error(in_thread, monkeypatch):
-    """An alarm is delivered only when a step in C ends. Here that step is the last."""
-    from attnres.eval import templates
-
-    def outcome() -> str:
-        try:
-            return templates._within_bounds(partial(sum, range(20_000_000)), "{{ q }}")
-        except BaseException as error:
-            return f"{type(error).__name__}: {error}"
-
-    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.05)
-    if in_thread:
-        with ThreadPoolExecutor(1) as pool:
-            message = pool.submit(outcome).result()
-    else:
-        message = outcome()
-    assert message == (
-        "TemplateTooLong: A template of its task file takes more than 0.05 s for one item. "
-        "Look for a loop that does not end: {{ q }}"
+    compiled = []
+    compile_template = type(utils.env).from_string
+    monkeypatch.setattr(
+        utils.env, "from_string", lambda source: compiled.append(source) or compile_template(utils.env, source)
     )
-
-
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_an_alarm_raises_nothing_once_its_template_is_rendered(in_thread, monkeypatch):
-    from attnres.eval import templates
-
-    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.02)
-
-    def work() -> str:
-        with bounded_templates():
-            text = render("{{ 1 }}")
-            started = time.process_time()
-            while time.process_time() - started < 0.1:  # long past the limit
-                sum(range(1000))
-        return text
-
-    if in_thread:
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(work).result() == "1"
-    else:
-        assert work() == "1"
-
-
-def test_templates_are_bounded_only_while_the_harness_reads_tasks():
-    from lm_eval import utils
-
-    before = utils.env.from_string, utils.env.globals["range"], signal.getsignal(signal.SIGVTALRM)
-    with bounded_templates():
-        assert render("{{ a }}{% for i in range(3) %}{{ i }}{% endfor %}", a=1) == "1012"
-    assert before == (utils.env.from_string, utils.env.globals["range"], signal.getsignal(signal.SIGVTALRM))
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+    before = utils.env.from_string
+    with templates_compiled_once():
+        assert [utils.apply_template("{{ a }}", {"a": n}) for n in range(3)] == ["0", "1", "2"]
+    assert compiled == ["{{ a }}"] and utils.env.from_string is before
 
 
 def test_the_message_names_a_missing_folder_of_tasks(tmp_path):

@@ -67,6 +67,8 @@ def test_the_demo_compares_over_seeds_shows_an_exact_retrofit_and_saves_a_model_
     assert difference["over_seeds"] == pytest.approx(statistics.stdev(difference["by_seed"]))
     assert f"{difference['mean']:+.4f} ± {difference['over_seeds']:.4f}" in process.stdout
     assert "This is not the difference at the end of a training" in process.stdout
+    lower = sum(number < 0 for number in difference["by_seed"])
+    assert f"Block AttnRes has the lower loss with {lower} of 3 seeds." in process.stdout
     for curves in results["training_loss"].values():
         assert all(curve[-1][1] < curve[0][1] - 0.3 for curve in curves)
 
