@@ -111,6 +111,10 @@ def retrofit_part(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, *
     start_added(model, source.config, source.dtype)
     for module_name in {name.rpartition(".")[0] for name in added}:
         model.get_submodule(module_name).to(_device_beside(source, module_name))
+    # `transformers` marks the modules that it has initialised, but not on the meta device. Without the mark, a later
+    # `post_init()`, such as that of a model around this one, would draw the weights anew, and the source shares them.
+    for module in model.modules():
+        module._is_hf_initialized = True
     model.generation_config = source.generation_config
     return model.train(source.training)
 
