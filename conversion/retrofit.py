@@ -9,6 +9,7 @@ the standard residual stream, term by term and for every block size.
 """
 
 import os
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, KimiLinearPreTrainedModel, PreTrainedModel
 
 from attnres import AttnResPreTrainedModel
+from attnres.residual_attnres import FamilyWarning
 
 from .family import DEFAULT_CONNECTION, added_tensors, retrofit_config, start_added
 from .whole import load_whole
@@ -42,7 +44,8 @@ def retrofit(
     Returns:
         A model that computes the same function, with these connections at their initial values. It **shares** its
         backbone weights with the given model: training one changes the other. Its head is tied to the embedding if the
-        two are one tensor in the given model, whatever that model's configuration says.
+        two are one tensor in the given model, whatever that model's configuration says. Routing biases, which no
+        gradient trains, are copied to float32 if the given model has them in 16 bits; a `FamilyWarning` says so.
 
     Raises:
         TypeError: `model_or_path` is neither a model of `transformers` nor a name, or wraps the model, as
@@ -64,7 +67,9 @@ def retrofit(
             f"the model is spread over the devices {', '.join(devices)}, by hooks that a retrofit would lack. Retrofit "
             "its directory with `attnres convert`, or a model on one device, and load the result with `device_map`."
         )
-    return retrofit_part(source, residual, **options)
+    model = retrofit_part(source, residual, **options)
+    _warn_of_rounding(model, source)
+    return model
 
 
 def check_in_memory(source: PreTrainedModel) -> None:
@@ -111,6 +116,10 @@ def retrofit_part(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, *
     start_added(model, source.config, source.dtype)
     for module_name in {name.rpartition(".")[0] for name in added}:
         model.get_submodule(module_name).to(_device_beside(source, module_name))
+    # `transformers` marks the modules that it has initialised, but not on the meta device. Without the mark, a later
+    # `post_init()`, such as that of a model around this one, would draw the weights anew, and the source shares them.
+    for module in model.modules():
+        module._is_hf_initialized = True
     model.generation_config = source.generation_config
     return model.train(source.training)
 
@@ -216,9 +225,14 @@ def _is_one(tensor: Tensor, other: Tensor) -> bool:
     return tensor is other or (not tensor.is_meta and tensor.data_ptr() == other.data_ptr())
 
 
-def _share_tensors(model: nn.Module, source: nn.Module, added: Collection[str]) -> None:
+def _share_tensors(model: PreTrainedModel, source: nn.Module, added: Collection[str]) -> None:
     """Put every tensor of `source` into `model`, whose tensors are on the meta device, under the same name."""
     shared = source.state_dict(keep_vars=True)
+    # Parameters stay the same objects, so that training one model trains the other. Routing biases are buffers, which
+    # training moves by steps that 16 bits would lose.
+    for name in model.tensors_kept_in_float32().keys() & shared.keys():
+        if not isinstance(shared[name], nn.Parameter):
+            shared[name] = shared[name].to(torch.promote_types(shared[name].dtype, torch.float32))
     # `assign=True` below gives each shared parameter the requires_grad of the one it replaces.
     for name, parameter in model.named_parameters():
         if name in shared:
@@ -236,6 +250,20 @@ def _share_tensors(model: nn.Module, source: nn.Module, added: Collection[str]) 
             # Plain attributes of dynamic rotary embeddings hold the length that their frequencies are for.
             numbers = {key: value for key, value in vars(source.get_submodule(owner)).items() if _is_number(value)}
             vars(model.get_submodule(owner)).update(numbers)
+
+
+def _warn_of_rounding(model: PreTrainedModel, source: PreTrainedModel) -> None:
+    """Warn if a retrofit holds a buffer in float32 that its source has in 16 bits, where it was probably rounded."""
+    kept = model.tensors_kept_in_float32()
+    for name, buffer in source.named_buffers():
+        if name in kept and buffer.dtype != kept[name].dtype and buffer.any():  # zeros are the start, not rounded
+            message = (
+                f"`{name}` of the model is in {buffer.dtype}. If its checkpoint holds more digits, they were lost when "
+                "it was loaded, and tokens may go to other experts. Give retrofit the directory or Hub id, "
+                f"{source.name_or_path or 'not the model'}, which is then read in float32."
+            )
+            warnings.warn(message, FamilyWarning, stacklevel=3)
+            return
 
 
 def _is_number(value: object) -> bool:

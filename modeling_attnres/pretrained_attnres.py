@@ -95,7 +95,7 @@ class ResidualPreTrainedModel:
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "value_residual"}
         # A model that is made in 16 bits has all tensors in 16 bits. `from_pretrained` keeps the dtypes that it finds.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        kept = self._tensors_kept_in_float32()
+        kept = self.tensors_kept_in_float32()
         for tensor in kept.values():
             tensor.data = tensor.data.to(dtype)
         # Before transformers 5.23 the plan cannot be set, and FSDP2 groups whole layers.
@@ -108,7 +108,7 @@ class ResidualPreTrainedModel:
             apart = {re.sub(r"\.\d+\.", ".*.", name): "free_full_weight" for name in children}
             self.fsdp_plan = apart | self.fsdp_plan
 
-    def _tensors_kept_in_float32(self) -> dict[str, Tensor]:
+    def tensors_kept_in_float32(self) -> dict[str, Tensor]:
         """Return the tensors that `_keep_in_fp32_modules_strict` names, by name."""
         patterns = [name.replace(".", r"\.").replace("*", ".*") for name in self._keep_in_fp32_modules_strict or ()]
         if not patterns:
@@ -122,7 +122,7 @@ class ResidualPreTrainedModel:
 
         It moves the tensors that stay in float32, but does not cast them to 16 bits.
         """
-        kept = [*self._tensors_kept_in_float32().values()]
+        kept = [*self.tensors_kept_in_float32().values()]
         kept += [tensor.grad for tensor in kept if tensor.grad is not None]
         kept_ids = {id(tensor) for tensor in kept}  # `fn` is called with tensors, and not with their names
 

@@ -1,6 +1,7 @@
 """Conversions keep the dtype of every tensor: routing biases in float32 beside weights in bfloat16."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from safetensors.torch import save_file
 from transformers import KimiLinearForCausalLM, PreTrainedModel
 
 from attnres.conversion import retrofit
-from attnres.residual_attnres import residual_tensors
+from attnres.conversion.retrofit import retrofit_part
+from attnres.residual_attnres import FamilyWarning, residual_tensors
 from attnres.training.prepare import build_model
 from attnres.training.recipe import Recipe
 
@@ -80,3 +82,37 @@ def test_a_retrofit_of_a_directory_keeps_its_float32_biases(make, published):
     assert len(biases) == len(expected) > 0
     assert all(map(torch.equal, biases, expected.values()))
     assert KimiLinearForCausalLM._keep_in_fp32_modules_strict == before
+
+
+def test_a_retrofit_of_a_rounded_model_has_its_biases_in_float32_and_warns(published, backbones):
+    with torch.no_grad():
+        source = KimiLinearForCausalLM.from_pretrained(published).bfloat16().eval()
+        expected = source(backbones.token_ids()).logits
+        with pytest.warns(FamilyWarning, match=rf"{BIASES}` of the model is in torch.bfloat16.*{published}"):
+            model = retrofit(source, full=True)
+        for name, bias in source.named_buffers():
+            if name.endswith(BIASES):
+                assert bias.dtype == torch.bfloat16, "the source must stay as it is"
+                assert model.get_buffer(name).dtype == torch.float32
+                assert torch.equal(model.get_buffer(name), bias.float())
+        standard = retrofit_part(source, "standard")
+        assert torch.equal(standard(backbones.token_ids()).logits, expected)
+
+
+def test_a_model_whose_biases_are_not_rounded_causes_no_warning(published, backbones):
+    fresh = backbones.build("kimi_linear")
+    for name, buffer in fresh.named_buffers():
+        if name.endswith(BIASES):
+            buffer.zero_()
+    in_float32 = KimiLinearForCausalLM.from_pretrained(published, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FamilyWarning)
+        for source in (in_float32, published, fresh.bfloat16(), backbones.build("llama").bfloat16()):
+            retrofit(source)
+
+
+def test_a_bias_in_float32_is_shared_with_the_source(published):
+    source = KimiLinearForCausalLM.from_pretrained(published, dtype=torch.float32)
+    model = retrofit(source)
+    biases = [name for name, _ in source.named_buffers() if name.endswith(BIASES)]
+    assert biases and all(model.get_buffer(name) is source.get_buffer(name) for name in biases)

@@ -96,6 +96,23 @@ def test_a_part_is_retrofitted_like_the_whole_model(case, tmp_path):
         assert_is_part(build_model(recipe, None, part_of(TWO_STAGES, stage)), whole, stage)
 
 
+@pytest.mark.parametrize("made", ["from a configuration", "from a checkpoint", "by a retrofit"])
+def test_a_part_is_not_initialised_once_more(made, tmp_path):
+    part = part_of(TWO_STAGES, 0)
+    if made == "from a configuration":
+        model = make_part(on_backbone("llama"), part)
+    else:
+        source = build("llama") if made == "by a retrofit" else retrofit(build("llama"))
+        source.save_pretrained(tmp_path)
+        options = {"retrofit": {"residual": "muddformer"}} if made == "by a retrofit" else {}
+        model = build_model(Recipe(str(tmp_path), ("a.txt",), "out", steps=1, **options), None, part)
+    held = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    assert 0 < len(held) < len(model.state_dict())
+    model.post_init()
+    assert [name for name, tensor in held.items() if not torch.equal(tensor, before[name])] == []
+
+
 def test_a_checkpoint_without_the_tensors_of_connections_is_loaded_whole(tiny_model, tmp_path):
     """They start anew, in an order that a part would not follow."""
     tiny_model(residual_connection="standard").save_pretrained(tmp_path)
