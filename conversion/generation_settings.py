@@ -6,14 +6,12 @@ one: a training run would end at its first checkpoint.
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.trainer_utils import align_special_tokens
+from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from attnres.utils.quiet import quiet_transformers
@@ -43,27 +41,23 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     return _read(folder)[0]
 
 
-def check_generation_saving(
-    folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None
-) -> None:
+def check_generation_saving(folder: Path, changes: Mapping[str, Any]) -> None:
     """Raise if the settings of generation of a model could not be saved after training.
 
-    `transformers` saves settings that only warn if they are as they were read. But `Trainer` gives them the special
-    tokens of the tokenizer.
+    `transformers` saves settings that only warn if they are as they were read.
 
     Args:
         folder: The model's directory.
-        config: The model's configuration. It is not changed.
-        tokenizer: The tokenizer of the training; `None` if the settings are not saved, so that only reading is checked.
+        changes: The settings that training changes, by name.
 
     Raises:
-        OSError, ValueError: As [`read_generation_config`], or the settings cannot be saved.
+        OSError, ValueError: As [`read_generation_config`], or the changed settings cannot be saved.
     """
     generation, path, settings = _read(folder)
-    if tokenizer is None:
+    if not changes:
         return
     with _explained(path, settings), tempfile.TemporaryDirectory() as scratch:
-        align_special_tokens(SimpleNamespace(config=deepcopy(config), generation_config=generation), tokenizer)
+        vars(generation).update(changes)
         generation.save_pretrained(scratch)
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .packing import IGNORED
+from .typed_tokens import mark_typed, rename_special, special_tokens_of, text_tokenizer, without_marks
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -24,6 +25,9 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") ->
     Two kinds of templates work. One kind marks the assistant's part by `{% generation %}`: the marked text is learned,
     and the end-of-turn token after it. Any other template must render a message the same way whatever follows it: the
     assistant's part is then the text that each of its turns adds to the prompt for that turn.
+
+    The text of messages and tools is text: if it holds the name of a special token, such as `<|im_end|>`, the tokens of
+    this text stand there. All special tokens of a conversation are the template's.
 
     Args:
         tokenizer: A tokenizer with a chat template.
@@ -42,7 +46,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") ->
         raise ValueError(
             "The tokenizer has no chat template: set its `chat_template`, or add a `chat_template.jinja` to its files."
         )
-    return _ChatEncoder(tokenizer, column, frozenset([*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids]))
+    added = frozenset([*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids])
+    return _ChatEncoder(tokenizer, column, added, special_tokens_of(tokenizer))
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,17 @@ class _ChatEncoder:
     tokenizer: PreTrainedTokenizerBase
     column: str
     added_tokens: frozenset[int]  # control tokens: one of them ends a turn
+    special_tokens: tuple[str, ...]  # their names, of those that are not text
 
     def __call__(self, row: dict[str, Any]) -> dict[str, list[int]]:
         messages, tools = _messages(row, self.column), _tools(row)
+        typed = mark_typed([messages, tools], self.special_tokens)
+        if typed == [messages, tools]:
+            return self._encode(messages, tools)
+        return _TypedEncoder(**vars(self)).encode_typed(messages, tools, *typed)
+
+    def _encode(self, messages: list[dict], tools: list | None) -> dict[str, list[int]]:
+        """Return the tokens and labels of a conversation."""
         try:
             template = self.tokenizer.get_chat_template(tools=tools)
             marked = _GENERATION.search(template) is not None
@@ -141,6 +154,35 @@ class _ChatEncoder:
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+@dataclass(frozen=True)
+class _TypedEncoder(_ChatEncoder):
+    """The encoder of a conversation whose messages hold names of special tokens, which [`mark_typed`] has marked."""
+
+    def encode_typed(self, messages: list[dict], tools: list | None, *typed: Any) -> dict[str, list[int]]:
+        """Return the tokens and labels of a conversation, given without and with marks."""
+        encoded = self._encode(*typed)
+        if without_marks(super()._render(*typed)) != super()._render(messages, tools):
+            raise ValueError(
+                "the chat template reads special tokens in messages, as it does for thinking, so they cannot be "
+                "encoded as text: leave them out, or give thinking as `reasoning_content`."
+            )
+        return encoded
+
+    def _marked(self, template: str, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
+        text, parts = super()._marked(template, messages, tools)
+        lengths = [[len(self._rename(text[:place])) for place in part] for part in parts]
+        return self._rename(text), [(start, end) for start, end in lengths]
+
+    def _render(self, *arguments: Any, **options: Any) -> str:
+        return self._rename(super()._render(*arguments, **options))
+
+    def _rename(self, text: str) -> str:
+        return rename_special(text, self.special_tokens)
+
+    def _tokens(self, text: str) -> list[int]:
+        return text_tokenizer(self.tokenizer, self.special_tokens).encode(text, add_special_tokens=False).ids
 
 
 _UNSTABLE = (

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from attnres.analysis.depth_attention import share_measures
 from attnres.analysis.watching import connections_of, measuring, watched
 from attnres.configuration import count_parameters
+from attnres.documents_attnres import find_documents
 
 from .logged import LoggedCallback
 
@@ -194,7 +195,7 @@ class Monitor(LoggedCallback):
     def _see_batch(self, model: nn.Module, inputs: tuple, kwargs: dict) -> None:
         if model.training and (ids := kwargs.get("input_ids", inputs[0] if inputs else None)) is not None:
             self._tokens += ids.numel()
-            self._ids, self._mask = ids, kwargs.get("attention_mask")
+            self._ids, self._arguments = ids, kwargs
 
     def on_step_end(self, args, state, control, **kwargs):
         """Add the time of the step to the window."""
@@ -239,7 +240,7 @@ class Monitor(LoggedCallback):
 
         # `measuring` sets eval mode, so that dropout draws no random numbers and expert balancing does not count this.
         with measuring(self._model), watched(self._model, record):
-            self._model(input_ids=self._slice(), use_cache=False, logits_to_keep=1)
+            self._model(**self._slice(), use_cache=False, logits_to_keep=1)
         summary = depth_attention_summary(weights)
         means = torch.tensor(list(summary.values()), dtype=torch.float32, device=self._device)
         # One reduction for all numbers.
@@ -253,15 +254,25 @@ class Monitor(LoggedCallback):
         }
         return {name: value.item() for name, value in magnitudes.items()} | dict(zip(summary, means.tolist()))
 
-    def _slice(self) -> Tensor:
-        """Return the first tokens of the last batch's first sequence, `[1, tokens]`, without padding."""
-        ids, mask = self._ids[0], self._mask
-        if isinstance(mask, Tensor) and mask.shape == self._ids.shape and mask[0].any():
-            ids = ids[mask[0].bool()]
+    def _slice(self) -> dict[str, Tensor]:
+        """Return arguments of a forward pass on the first tokens of the last batch's first sequence, without padding.
+
+        They are `[1, tokens]`: the tokens and, if the batch has them, the positions or documents by which the training
+        keeps the documents of a row apart.
+        """
+        ids, mask, positions = self._ids, *map(self._arguments.get, ("attention_mask", "position_ids"))
+        rows = {"input_ids": ids}
+        if mask is None and isinstance(positions, Tensor) and positions.ndim == 2:
+            rows["position_ids"] = positions.expand_as(ids)
+        elif (documents := find_documents({**self._arguments, "input_ids": ids}, makes_cache=False)) is not None:
+            rows["seq_idx"] = documents
+        rows = {name: row[0] for name, row in rows.items()}
+        if isinstance(mask, Tensor) and mask.shape == ids.shape and mask[0].any():
+            rows = {name: row[mask[0].bool()] for name, row in rows.items()}
         # Ranks that divide a sequence get equal parts. So their mean is that of all tokens.
         ranks = getattr(self._model, "tp_size", None) or 1
-        count = min(len(ids), self.slice_tokens)
-        return ids[None, : max(count - count % ranks, 1)]
+        count = min(len(rows["input_ids"]), self.slice_tokens)
+        return {name: row[None, : max(count - count % ranks, 1)] for name, row in rows.items()}
 
 
 def _device_name(device: torch.device) -> str:

@@ -170,8 +170,6 @@ class PipelineTrainer(AttnResTrainer):
         self.accelerator.wait_for_everyone()
         save_parts(self.pipeline, folder, is_checkpoint=self._saving_in is not None)
         if self.args.should_save:
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:

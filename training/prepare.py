@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 HEAL = "heal"  # the recipe that refuses a model without attention residuals
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
 
 
@@ -136,7 +137,12 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
         folder = find(recipe.model)
         # Checkpoints of an adapter hold no settings of generation.
         is_saved = recipe.lora is None or recipe.merge
-        check_generation_saving(folder, config, tokenizer if is_saved else None)
+        check_generation_saving(folder, _special_tokens(recipe) if is_saved else {})
+
+
+def _special_tokens(recipe: Recipe) -> dict[str, Any]:
+    """Return the special tokens that a recipe names in `config`. A trained model keeps all others of its source."""
+    return {name: recipe.config[name] for name in SPECIAL_TOKENS if name in recipe.config}
 
 
 def check_start(recipe: Recipe, name: str) -> None:
@@ -176,7 +182,7 @@ def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrai
     """Return the named configuration of a recipe, with the tokenizer's vocabulary and special tokens."""
     if recipe.lora is not None:
         raise ValueError(f"{recipe.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     return load(recipe.model, **{"vocab_size": len(tokenizer), **special, **recipe.config})
 
 
@@ -395,6 +401,9 @@ def _load_with_config(recipe: Recipe, load_model: Callable[..., PreTrainedModel]
         model = load_model(**recipe.config)
     except TypeError as error:  # the model's constructor gets each key that is not a field of its configuration
         raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
+    # The file of settings of generation has its own, by which `generate` ends a text.
+    if model.generation_config is not None:
+        vars(model.generation_config).update(_special_tokens(recipe))
     # Code that came with the model was not run, so the saved model must not refer to it.
     for name in CODE_FIELDS:
         vars(model.config).pop(name, None)

@@ -129,7 +129,9 @@ def _train_in_folder(
     with quiet_transformers():
         model = prepare_model(recipe, tokenizer, division, checkpoint)
         display = Display()
-        options = {"train_dataset": train, "eval_dataset": held_out, "processing_class": tokenizer}
+        # Without the tokenizer, whose special tokens `Trainer` would write over the model's: the token that ends a turn
+        # of a chat model is often not the tokenizer's end-of-text token.
+        options = {"train_dataset": train, "eval_dataset": held_out}
         if settings is not None:
             trainer = PipelineTrainer(Pipeline(model, settings, arguments.device), recipe, arguments, **options)
         else:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 from datasets.fingerprint import Hasher
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from attnres.training.chat import IGNORED, encode_chat
 from attnres.training.data import DataSpec, load_blocks
 from attnres.training.text import python_sources, train_tokenizer
+from attnres.training.typed_tokens import special_tokens_of, text_tokenizer
 
 CHATML = r"""
 {%- for message in messages %}
@@ -140,6 +142,25 @@ def parts(tokenizer, encoded: dict) -> list[str]:
     return [tokenizer.decode(run) for run in runs]
 
 
+def words_tokenizer(*control: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that joins spaces to the next word, as SentencePiece's do."""
+    special = [*CONTROL, *control]
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    backend.train_from_iterator(
+        python_sources(100_000),
+        trainers.BpeTrainer(
+            vocab_size=800, special_tokens=["<unk>", *CONTROL, *control, *alphabet], show_progress=False
+        ),
+    )
+    special = [*CONTROL, *control]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", extra_special_tokens=special)
+
+
 # Any text but control tokens: spaces at the ends, characters of several tokens, empty turns.
 TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=12), min_size=2, max_size=6).filter(
     lambda turns: not any("<|" in turn for turn in turns)
@@ -185,17 +206,7 @@ def test_spaces_are_learned_also_if_the_tokenizer_gives_them_no_offsets(tokenize
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, CHATML_MARKED_TEXT])
 def test_the_parts_are_the_same_for_a_tokenizer_that_joins_spaces_to_the_next_word(template):
     """SentencePiece's tokenizers (Llama 2, Mistral, Gemma) do so."""
-    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-    backend.train_from_iterator(
-        python_sources(100_000),
-        trainers.BpeTrainer(vocab_size=800, special_tokens=["<unk>", *CONTROL, *alphabet], show_progress=False),
-    )
-    words = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", extra_special_tokens=CONTROL)
+    words = words_tokenizer()
     with_template(words, template)
     encoded = encode_chat(words)({"messages": conversation("a b", "import os", "and", "sys 😀\n")})
     assert [part.lstrip() for part in parts(words, encoded)] == ["import os<|im_end|>", "sys 😀\n<|im_end|>"]
@@ -211,6 +222,99 @@ def test_with_a_template_without_control_tokens_the_text_and_its_end_are_learned
     about_itself = conversation("which token?", "<|endoftext|> is it.", "sure?", "yes")
     encoded = encode_chat(plain)({"messages": about_itself})
     assert [part.lstrip(" ") for part in parts(plain, encoded)] == ["<|endoftext|> is it.\n\n", "yes\n\n"]
+
+
+# Control tokens among other text, at the ends too.
+TYPED = st.lists(
+    st.lists(st.sampled_from([*CONTROL, "<|endoftext|>", "a", " <|", "\n", "😀"]), max_size=5).map("".join),
+    min_size=2,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=40, deadline=None)
+@given(turns=TYPED)
+def test_control_tokens_in_messages_are_text(tokenizer, name, turns):
+    template, end = TEMPLATES[name]
+    with_template(tokenizer, template)
+    assume(name != "chatml, text marked" or any(turns[1::2]))
+    encoded = encode_chat(tokenizer)({"messages": conversation(*turns)})
+    # Cut the template's own control tokens out of a conversation in which messages have other signs for theirs.
+    names = [*CONTROL, "<|endoftext|>"]
+    signs = {name: chr(0xE000 + i) for i, name in enumerate(names)}
+    pattern = re.compile("|".join(map(re.escape, names)))
+    hidden = [pattern.sub(lambda match: signs[match[0]], turn) for turn in turns]
+    rendered = tokenizer.apply_chat_template(conversation(*hidden), tokenize=False)
+    expected = []
+    for piece in re.split(f"({pattern.pattern})", rendered):
+        if piece in signs:
+            expected.append(tokenizer.convert_tokens_to_ids(piece))
+        else:
+            for token, sign in signs.items():
+                piece = piece.replace(sign, token)
+            expected += tokenizer(piece, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    tokenizer("", split_special_tokens=False)  # the call above leaves its setting in the tokenizer
+    assert encoded["input_ids"] == expected
+    answers = [answer + end for answer in turns[1::2] if answer or name != "chatml, text marked"]
+    assert parts(tokenizer, encoded) == answers
+
+
+# As Mistral's, whose marks have spaces around them, and Gemma's, which trims messages.
+MISTRAL = (
+    "{{ '<unk>' }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ '<unk>' }}{% for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [MISTRAL, GEMMA])
+def test_control_tokens_are_text_to_a_tokenizer_that_joins_spaces_to_the_next_word(template):
+    words = with_template(words_tokenizer("[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>"), template)
+    encode, special = encode_chat(words), {*words.all_special_ids}
+    turns = [" import [INST] os", "<end_of_turn> and", "[/INST] <|eot_id|>sys", "<unk>import <start_of_turn> "]
+    encoded = encode({"messages": conversation(*turns)})
+    rendered = words.apply_chat_template(conversation(*turns), tokenize=False)
+    assert "".join(words.decode(encoded["input_ids"]).split()) == "".join(rendered.split())
+    # The special tokens are those of a conversation with other words, and text has the same tokens where it is alike.
+    other = encode({"messages": conversation("import os", "and", "sys", "import")})
+    of_template = [token for token in other["input_ids"] if token in special]
+    assert [token for token in encoded["input_ids"] if token in special] == of_template
+    assert (
+        text_tokenizer(words, special_tokens_of(words)).encode("import os and 😀 sys").ids
+        == words("import os and 😀 sys", add_special_tokens=False)["input_ids"]
+    )
+    assert len(parts(words, encoded)) == 2
+
+
+@pytest.mark.parametrize("template", [TOOLS, TOOLS_MARKED])
+def test_control_tokens_in_tools_and_calls_are_text(tokenizer, template):
+    with_template(tokenizer, template)
+    encode, control = encode_chat(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def encoded(word: str) -> list[int]:
+        call = {"type": "function", "function": {"name": "add", "arguments": {word: [word]}}}
+        messages = [
+            {"role": "user", "content": "1?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": word},
+        ]
+        tool = {"type": "function", "function": {"name": "add", "description": word, "parameters": {}}}
+        return encode({"messages": messages, "tools": [tool]})["input_ids"]
+
+    assert tokenizer.decode(encoded("<|im_end|>")).count("<|im_end|>") == encoded("word").count(control) + 4
+    assert encoded("<|im_end|>").count(control) == encoded("word").count(control)
+
+
+def test_a_template_that_reads_special_tokens_in_messages_is_an_error(tokenizer):
+    with_template(tokenizer, CHATML.replace("message['content']", "message['content'].split('<|eot_id|>')[-1]"))
+    encode = encode_chat(tokenizer)
+    assert parts(tokenizer, encode({"messages": conversation("a", "b <|im_end|>")})) == ["b <|im_end|><|im_end|>"]
+    with pytest.raises(ValueError, match="reads special tokens in messages"):
+        encode({"messages": conversation("a", "think<|eot_id|>b")})
 
 
 def test_a_conversation_with_nothing_to_learn_is_an_error(tokenizer):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainerState, TrainingArguments
 
 from attnres import CONNECTIONS, peft_modules_to_save
 from attnres.configuration import load
@@ -174,8 +174,9 @@ class Slices(Monitor):
         self.slices = []
 
     def _slice(self):
-        self.slices.append(super()._slice())
-        return self.slices[-1]
+        arguments = super()._slice()
+        self.slices.append(arguments["input_ids"])
+        return arguments
 
 
 def test_a_fresh_model_reads_uniformly_and_another_model_by_its_weights(tiny_model, tiny_config, tmp_path):
@@ -255,6 +256,35 @@ def test_padding_is_not_measured(tiny_model, tmp_path):
         measured.append({name: value for name, value in line.items() if name.startswith(("depth", "magnitude"))})
     assert len(measured[0]) == 7
     assert measured[0] == measured[1]
+
+
+def packed(sign: str) -> dict[str, torch.Tensor]:
+    """Return a row of three documents with an argument that marks them, as collators of packed rows give it."""
+    lengths = torch.tensor([4, 5, 3])
+    ids = BLOCKS[0]
+    signs = {
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+        "seq_idx": torch.repeat_interleave(torch.arange(3), lengths),
+        "cu_seq_lens_q": torch.tensor([0, 4, 9, 12]),
+    }
+    return {"input_ids": ids, "labels": ids, sign: signs[sign]}
+
+
+@pytest.mark.parametrize("sign", ["position_ids", "seq_idx", "cu_seq_lens_q"])
+@pytest.mark.parametrize("tokens", [12, 7])
+def test_the_documents_of_a_packed_row_are_measured_apart(sign, tokens, tiny_model):
+    model, monitor = tiny_model(), Monitor(tokens)
+    row = {name: value if name == "cu_seq_lens_q" else value[None] for name, value in packed(sign).items()}
+    monitor.on_train_begin(TrainingArguments(report_to="none", use_cpu=True), TrainerState(), None, model=model)
+    model.train()(**row, use_cache=False)
+    line = monitor.metrics()
+    documents = [ids[None] for ids in BLOCKS[0][:tokens].split([4, 5, 3] if tokens == 12 else [4, 3])]
+    with torch.no_grad():
+        parts = [model.eval()(ids, output_depth_attentions=True).depth_attentions for ids in documents]
+        whole = model(BLOCKS[:1, :tokens], output_depth_attentions=True).depth_attentions
+    expected = depth_attention_summary(torch.cat(weights, -1) for weights in zip(*parts))
+    assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    assert depth_attention_summary(whole)["depth_entropy"] != pytest.approx(expected["depth_entropy"], rel=1e-4)
 
 
 # --- no effect on training
