@@ -208,6 +208,15 @@ def test_these_commands_import_nothing_heavy_and_write_nothing(seen):
     assert seen["left"] == {"empty", "lora", "model", "run", "taken", "text"}
 
 
+def test_python_m_attnres_answers_without_pytorch_too():
+    """`accelerate launch -m attnres` starts each process so. `-X importtime` lists all imports."""
+    command = [sys.executable, "-X", "importtime", "-m", "attnres", "list", "recipes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "attnres.commands.app" in imported and not HEAVY & imported
+    assert "pretrain" in done.stdout
+
+
 @pytest.mark.parametrize(
     "words, expected",
     [
