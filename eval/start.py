@@ -10,6 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
+from attnres.utils.files import check_writable
 from attnres.utils.hub import check_source, describe_adapter, is_adapter, is_dataset_cached, is_offline
 
 from .failures import Failures, Reason, TaskFailure, code_refused, data_missing
@@ -47,6 +48,7 @@ def check_run(options: EvalOptions) -> None:
     known = {"model", "baseline", FOLDER, ".lock", *written, *(f".{name}.partial" for name in written)}
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - known):
         raise FileExistsError(f"{out} holds other files than those of this command. Choose another --out.")
+    check_writable(out, f"--out {out}")
     if lost := find_lost(out, options.benchmarks):
         tasks = ",".join([*(benchmark.name for benchmark in options.benchmarks), *lost])
         raise FileExistsError(

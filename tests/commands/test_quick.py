@@ -128,6 +128,7 @@ CASES = [
     (("demo", "--out", "taken"), 1, "attnres: taken exists. "),
     (("push", "model", "a/b/c"), 2, "'a/b/c' is not a repository id: it must be NAME or ORG/NAME"),
     (("eval", "empty", "--out", "out"), 1, "attnres: empty has no config.json: give the directory of a model.\n"),
+    (("eval", "model", "--out", "/proc/x"), 1, "attnres: --out /proc/x cannot be written (No such file or directory)"),
     (("list",), 0, "smollm3"),
     (("plan", "attnres-tiny"), 2, "Missing option '--devices'."),
     (("plan", "attnres-tinny", "--devices", "8"), 1, "Did you mean `attnres-tiny`?"),
