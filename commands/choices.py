@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from attnres.utils.files import Written, check_replaceable, check_writable
 from attnres.utils.wording import counted, did_you_mean, printable
 
 from .guard import show_tracebacks
@@ -99,6 +100,22 @@ def check_revision(source: str, revision: str | None, option: str = "--revision"
     kind = "directory" if Path(source).is_dir() else "named configuration" if source in named else None
     if revision is not None and kind is not None:
         raise typer.BadParameter(f"{option} belongs to models on the Hub, and {source} is a {kind}. Leave it out.")
+
+
+def check_out(out: Path, written: Written, overwrite: bool, option: str = "--out") -> None:
+    """Raise an error if a directory that a command writes must not be replaced, or cannot be written.
+
+    Args:
+        out: The directory.
+        written: What the command writes.
+        overwrite: Whether the user has given `--overwrite`.
+        option: The option that gives the directory, for the message.
+
+    Raises:
+        OSError: The directory must not be replaced, or cannot be written.
+    """
+    check_replaceable(out, written, overwrite)
+    check_writable(Path(os.path.abspath(out)).parent, f"{option} {out}")  # a new directory takes its place
 
 
 def check_apart(folder: Path, target: Path, source: str) -> None:

@@ -17,11 +17,10 @@ from attnres.conversion.checkpoint import broken_index, find
 from attnres.conversion.convert import write
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
 from attnres.conversion.plan import Plan
-from attnres.conversion.shards import show_bytes
 from attnres.conversion.side_files import TOKENIZER_FILES
 from attnres.conversion.source import ConversionSource, open_source
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
-from attnres.utils.files import atomic_directory
+from attnres.utils.files import atomic_directory, show_bytes
 from attnres.utils.model_files import WRITTEN_MODEL
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.wording import counted, printable

@@ -19,6 +19,9 @@ SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _FOR_USERS = (ImportError, OSError)
 # Errors with messages for users if this package raises them. From another package they are unforeseen.
 _FOR_USERS_IF_OURS = (ArithmeticError, RuntimeError, ValueError)
+_LOADING = "Loading PyTorch and Transformers ..."
+# The variables by which launchers number the processes of a run. Only the first process says what it loads.
+_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _RESEND_AFTER = 0.05  # seconds until a lost signal is sent again
 
 
@@ -40,10 +43,24 @@ def show_tracebacks(is_given: bool) -> None:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Import the model family, then run the block with a command's own imports. After the block, the work begins."""
+    """Import the model family, then run the block with a command's own imports. After the block, the work begins.
+
+    A terminal shows at once what takes these seconds; a file gets a line if they become many.
+    """
+    from rich.console import Console
+
+    from attnres.utils.progress import status
+
     _state.working = False
-    importlib.import_module("attnres.family")
-    yield
+    with contextlib.ExitStack() as stack:
+        if not any(os.environ.get(name, "0") != "0" for name in _RANKS):
+            if sys.stderr.isatty():
+                # No spinner, since a signal ends the process here before a spinner could be removed.
+                print(_LOADING, file=sys.stderr, flush=True)
+            else:
+                stack.enter_context(status(Console(stderr=True), _LOADING))
+        importlib.import_module("attnres.family")
+        yield
     _state.working = True
 
 

@@ -1,5 +1,6 @@
 """`attnres list`: print the names that the other commands take."""
 
+import json
 from enum import StrEnum
 from typing import Annotated
 
@@ -7,15 +8,15 @@ import typer
 from rich.console import Console
 from rich.padding import Padding
 
-from attnres.utils.packaged import configuration_names, recipe_names, recipe_path
+from attnres.utils.declared import backbones
+from attnres.utils.packaged import configuration_names, configurations, recipe_names, recipe_path
 
 from .choices import Debug
 from .connections import list_connections
-from .guard import loading
 
 
 class Listed(StrEnum):
-    """The kinds of names, in the order of `list`. The last three come last, since they need PyTorch."""
+    """The kinds of names, in the order of `list`."""
 
     recipes = "recipes"
     connections = "connections"
@@ -24,6 +25,9 @@ class Listed(StrEnum):
     backbones = "backbones"
     implementations = "implementations"
 
+
+# The names in `attnres.DEPTH_ATTENTION`, whose import takes seconds; a test compares them.
+IMPLEMENTATIONS = ("auto", "eager", "numba", "fla", "liger", "fast-attnres", "triton")
 
 HEADINGS = {
     Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME), with their "
@@ -71,23 +75,12 @@ def list_names(
 
 def _sizes() -> list[str]:
     """Return a line for each configuration: its name and its numbers of parameters."""
-    with loading():
-        from attnres.configuration import count_parameters, load
-    names = configuration_names()
-    width = max(map(len, names))
-    lines = []
-    for name in names:
-        config = load(name)
-        count = count_parameters(config)
-        activated = count.activated_non_embedding
-        # The paper names its models by the activated parameters. The report of Kimi K3 adds the output projection.
-        with_head = activated + config.vocab_size * config.hidden_size
-        sizes = (
-            f"{_short(size):>7} {label}"
-            for size, label in ((count.total, "parameters"), (activated, "activated"), (with_head, "with lm_head"))
-        )
-        lines.append(" ".join([f"{name:{width}}", *sizes]))
-    return lines
+    sizes = json.loads((configurations() / "sizes.json").read_text(encoding="utf-8"))
+    width = max(map(len, sizes))
+    return [
+        " ".join([f"{name:{width}}", *(f"{_short(sizes[name][label]):>7} {label}" for label in sizes[name])])
+        for name in configuration_names()
+    ]
 
 
 def _recipes() -> list[str]:
@@ -113,6 +106,4 @@ def _names(kind: Listed) -> tuple[str, ...]:
         from attnres.eval.benchmarks import benchmarks
 
         return tuple(benchmarks())
-    with loading():
-        from attnres import BACKBONES, DEPTH_ATTENTION
-    return tuple(BACKBONES if kind == Listed.backbones else DEPTH_ATTENTION)
+    return backbones() if kind == Listed.backbones else IMPLEMENTATIONS

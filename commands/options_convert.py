@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
-from attnres.utils.files import check_replaceable
+from attnres.utils.declared import declared_connections
+from attnres.utils.files import check_space
 from attnres.utils.hub import check_source
-from attnres.utils.model_files import WRITTEN_MODEL
+from attnres.utils.model_files import WRITTEN_MODEL, weight_bytes
+from attnres.utils.wording import did_you_mean
 
-from .choices import Debug, check_apart, given_options
+from .choices import Debug, check_apart, check_out, given_options
 from .connections import CONNECTIONS, PRESETS, describe_connections, flag, owners
 from .guard import loading
 
@@ -116,21 +118,24 @@ def convert(
     }
     options = {name: value for name, value in values.items() if value is not None}
     is_given = "residual" in given_options(context)
-    fields = read_fields(settings or ())
+    fields, known = read_fields(settings or ()), declared_connections()[residual].fields
+    if unknown := [name for name in fields if name not in known]:
+        raise typer.BadParameter(
+            f"--set {unknown[0]}: --residual {residual} has no such field."
+            f"{did_you_mean(unknown[0], known, otherwise_all=False)} It has {', '.join(known)}."
+        )
     refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_given, bool(fields))
     check_source(source)
     if overwrite and Path(source).is_dir():
         check_apart(Path(source), target, source)
-    check_replaceable(target, WRITTEN_MODEL, overwrite)
+    check_out(target, WRITTEN_MODEL, overwrite, "DST")
+    if to is None and not hard_link and Path(source).is_dir():
+        check_space(target.parent, weight_bytes(Path(source)))
     with loading():
         from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard
-        from attnres.conversion.family import retrofit_fields
 
         from .convert import run_convert
 
-    if unknown := [name for name in fields if name not in retrofit_fields(residual)]:
-        has = ", ".join(retrofit_fields(residual))
-        raise typer.BadParameter(f"--set {unknown[0]}: --residual {residual} has no such field. It has {has}.")
     flags = ["--residual"] if is_given else []
     flags += [*(["--set"] if fields else []), *map(flag, options)]
     flags += [] if set_block_size is None else ["--set-block-size"]

@@ -1,4 +1,4 @@
-"""The options of `attnres demo`."""
+"""The options of `attnres demo`, and the checks of them that need no PyTorch."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from attnres.utils.hub import check_source
+from attnres.utils.model_files import WRITTEN_DEMO
 
-from .choices import Debug
+from .choices import Debug, check_out
 from .guard import loading
 
 
@@ -42,6 +43,7 @@ def demo(
     """
     if checkpoint is not None:
         check_source(checkpoint)
+    check_out(out, WRITTEN_DEMO, overwrite)
     with loading():
         from attnres.training.demo import run_demo
     run_demo(out, minutes=minutes, checkpoint=checkpoint, text=text, seed=seed, overwrite=overwrite)

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from attnres.utils.files import Written, check_replaceable
+from attnres.utils.files import Written
 from attnres.utils.hub import check_source
 
-from .choices import Debug, check_revision, given_options
+from .choices import Debug, check_out, check_revision, given_options
 from .connections import flag
 from .guard import loading
 
@@ -96,7 +96,7 @@ def inspect(
         check_revision(compare, compare_revision, "--compare-revision")
     if tokenizer is not None:
         check_source(tokenizer, is_tokenizer=True)
-    check_replaceable(out, WRITTEN_REPORT, overwrite)
+    check_out(out, WRITTEN_REPORT, overwrite)
     for path in filter(None, (model, compare, tokenizer, text)):
         if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):
             raise typer.BadParameter(f"{path} lies in --out {out}, which would be replaced: choose another directory.")

@@ -14,6 +14,7 @@ from .choices import Debug, check_revision, given_options
 from .connections import flag
 from .guard import loading
 
+CONTEXT = 4096  # tokens
 _LARGEST = 10**12
 _UNITS = {"": 1e9, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -47,7 +48,12 @@ def plan(
         float,
         typer.Option(parser=parse_memory, metavar="SIZE", help="Memory of a device, such as 80GB or 80GiB."),
     ] = "80GB",
-    context: Annotated[int, typer.Option(min=1, max=_LARGEST, help="Tokens of a sequence.")] = 4096,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=_LARGEST, help=f"Tokens of a sequence.  [default: {CONTEXT}, or the most that the model takes]"
+        ),
+    ] = None,
     batch_tokens: Annotated[
         int | None,
         typer.Option(
@@ -90,18 +96,15 @@ def plan(
     foreign = ("optimizer",) if serve else ("prefill_chunk",)
     if others := [flag(name) for name in foreign if name in given]:
         raise typer.BadParameter(f"{others[0]} needs {'--train' if serve else '--serve'}.")
-    tokens = batch_tokens or devices * context
-    if tokens % context:
+    if batch_tokens and context and batch_tokens % context:
         raise typer.BadParameter(
-            f"--batch-tokens must be a multiple of --context ({context:,}), got {tokens:,}: "
-            f"{max(1, tokens // context) * context:,} is one."
+            f"--batch-tokens must be a multiple of --context ({context:,}), got {batch_tokens:,}: "
+            f"{max(1, batch_tokens // context) * context:,} is one."
         )
-    is_directory, named = Path(config).is_dir(), configuration_names()
-    if config not in named:
+    named = configuration_names()
+    if config not in named or Path(config).is_dir():
         check_source(config, named)
     check_revision(config, revision, named=named)
-    if is_directory and not (Path(config) / "config.json").is_file():
-        raise typer.BadParameter(f"{config} holds no config.json: give the directory of a model.")
     with loading():
         from attnres.analysis.planning import Device, Job
 
@@ -115,5 +118,11 @@ def plan(
         network=network * 1e9,
         per_node=per_node,
     )
-    job = Job(devices, context, tokens, not serve, optimizer.value, min(prefill_chunk, context))
-    run_plan(config, job, device, shown=shown, runnable=runnable, as_json=json, revision=revision)
+
+    def make_job(longest: int | None) -> Job:
+        # `Costs` refuses a model whose longest context is less than one token.
+        length = context or (min(CONTEXT, longest) if longest is not None and longest > 0 else CONTEXT)
+        chunk = min(prefill_chunk, length)
+        return Job(devices, length, batch_tokens or devices * length, not serve, optimizer.value, chunk)
+
+    run_plan(config, make_job, device, shown=shown, runnable=runnable, as_json=json, revision=revision)

@@ -1,9 +1,11 @@
-"""The options of `attnres push`. Their checks need the model family."""
+"""The options of `attnres push`, and the checks of them that need no PyTorch."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from attnres.utils.hub import check_repo
 
 from .choices import Debug
 from .guard import loading
@@ -65,14 +67,14 @@ def push(
     attnres push my-attnres me/my-attnres --dry-run
     attnres push my-attnres me/my-attnres --results scores --inspection report
     """
-    with loading():
-        from attnres.conversion.publishing import UploadOptions, check_repo
-
-        from .push import run_push
-
     try:
         check_repo(repo, revision)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    with loading():
+        from attnres.conversion.publishing import UploadOptions
+
+        from .push import run_push
+
     options = UploadOptions(private, revision, create_pr, message, overwrite_card)
     run_push(folder, repo, options, results=results, inspection=inspection, dry_run=dry_run, hashes=hashes)

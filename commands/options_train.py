@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from attnres.utils.hub import check_source
-from attnres.utils.packaged import configuration_names, recipe_names
+from attnres.utils.packaged import recipe_names
 from attnres.utils.wording import install_command
 
 from .choices import Debug
@@ -40,17 +39,16 @@ def train(
     if missing := next((name for name in ("yaml", "matplotlib") if find_spec(name) is None), None):
         raise RuntimeError(f"attnres train needs the package {missing}: {install_command('train')}")
     from attnres.training.recipe import read_recipe
-    from attnres.training.run_folder import check_folder
+    from attnres.training.start import check_run
 
     try:
         checked = read_recipe(recipe, changes or ())
     except (FileNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    check_folder(Path(checked.out))
-    if checked.model not in configuration_names():
-        check_source(checked.model, configuration_names())
+    # A file comes before a packaged recipe of the same name. Cards of models show names, but no paths.
+    name = "" if Path(recipe).is_file() else recipe
+    check_run(checked, name)
     with loading():
         from .train import train_in_this_process
 
-    # A file comes before a packaged recipe of the same name. Cards of models show names, but no paths.
-    train_in_this_process(checked, name="" if Path(recipe).is_file() else recipe)
+    train_in_this_process(checked, name)

@@ -1,7 +1,7 @@
 """`attnres plan`: print the layouts of a model on many devices that fit, the best first."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from .one_line import in_one_line
 
 def run_plan(
     source: str,
-    job: Job,
+    make_job: Callable[[int | None], Job],
     device: Device,
     *,
     shown: int = 8,
@@ -45,7 +45,7 @@ def run_plan(
 
     Args:
         source: Name of a configuration, or directory or Hub id of a model.
-        job: The job.
+        make_job: A function of the longest context of the model, `None` if it has no limit, that returns the job.
         device: The devices.
         shown: The largest number of layouts in the table.
         runnable: Whether to plan only layouts that this package runs.
@@ -56,6 +56,7 @@ def run_plan(
         ValueError: The model cannot be planned; no layout is possible, or none fits.
     """
     config = read_config(source, revision)
+    job = make_job(getattr(config, "max_position_embeddings", None))
     costs = Costs(config, job)
     with status(Console(stderr=True), f"Tracing {source}"):
         with in_one_line(source, "model"):

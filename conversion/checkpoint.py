@@ -18,11 +18,12 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from attnres.loading_attnres import explain_broken_shard
 from attnres.saving_attnres import complete_save
+from attnres.utils.files import check_space
 from attnres.utils.hub import ADAPTER_CONFIG, check_no_lone_adapter, check_path
 from attnres.utils.model_files import RECORD, SIDE_FILES
 
 from .pickles import read_pickle, read_pickle_shapes
-from .shards import DTYPES, Entry, Shard, check_space, explain_writing, read_pieces, read_shard
+from .shards import DTYPES, Entry, Shard, explain_writing, read_pieces, read_shard
 from .source_files import check_file, check_text, read_object
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
@@ -158,7 +159,7 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
         for file in files:
             check_file(folder, folder / file)
         if single == WEIGHTS_NAME:
-            check_space(scratch, sum((folder / file).stat().st_size for file in files))
+            check_space(scratch.parent, sum((folder / file).stat().st_size for file in files))
             shards = []
             for i, file in enumerate(files, 1):
                 name = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"

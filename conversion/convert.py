@@ -23,13 +23,14 @@ from transformers.utils import CONFIG_NAME
 from attnres import ResidualConfig
 from attnres.loading_attnres import added_by_kind
 from attnres.residual_attnres import ResidualConnection, residual_tensors
+from attnres.utils.files import check_space
 
 from .attention_gate import differs_from_ungated, is_gated
 from .checkpoint import Checkpoint
 from .complete import complete_model, explain_config, has_head
 from .family import DEFAULT_CONNECTION, added_tensors, backbone_config, retrofit_config, start_added
 from .plan import Plan
-from .shards import DTYPES, check_space, copy_shard, explain_writing
+from .shards import DTYPES, copy_shard, explain_writing
 from .side_files import copy_side_files
 from .source import ConversionSource
 from .value_residual import differs_from_unmixed
@@ -152,7 +153,7 @@ def write(
         if any(entry.name in dropped or plan.new_name(entry.name) != entry.name for entry in shard.entries)
         or not (hard_link or checkpoint.is_temporary)
     ]
-    check_space(target, sum(shard.path.stat().st_size for shard in copied))
+    check_space(target.parent, sum(shard.path.stat().st_size for shard in copied))
     plan.write_configuration(target)
     notes = copy_side_files(checkpoint.folder, target, trust_remote_code, plan.has_legacy_settings, plan.code_folder)
 

@@ -114,24 +114,6 @@ def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION
     return config
 
 
-def retrofit_options(residual: str = DEFAULT_CONNECTION) -> list[str]:
-    """Return the names of the options of a retrofit with a residual connection, such as `block_size`.
-
-    Raises:
-        ValueError: The connection does not exist.
-    """
-    return _connection(residual).retrofit_options()
-
-
-def retrofit_fields(residual: str = DEFAULT_CONNECTION) -> list[str]:
-    """Return the configuration fields that a retrofit can set: of a connection, of gates and of value residuals.
-
-    Raises:
-        ValueError: The connection does not exist.
-    """
-    return [*_connection(residual).fields, *GATE_FIELDS, *VALUE_RESIDUAL_FIELDS]
-
-
 def _preset(name: str) -> dict[str, Any]:
     """Return the fields of a preset; none for another name."""
     # A recipe may give a value of any type, also one that cannot be looked up in a dictionary.
@@ -187,7 +169,5 @@ __all__ = [
     "backbone_config",
     "member_config",
     "retrofit_config",
-    "retrofit_fields",
-    "retrofit_options",
     "start_added",
 ]

@@ -28,13 +28,13 @@ from huggingface_hub import (
 from huggingface_hub.errors import (
     BadRequestError,
     HfHubHTTPError,
-    HFValidationError,
     LocalTokenNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import hf_raise_for_status, httpx, validate_repo_id
+from huggingface_hub.utils import hf_raise_for_status, httpx
 
+from attnres.utils.hub import check_repo
 from attnres.utils.wording import printable
 
 from .card_metadata import filled, read
@@ -54,7 +54,6 @@ _WEIGHTS = re.compile(
 FindMeasurements = Callable[[list[str], Callable[[str], bytes]], list[str]]
 # The commit in the code snippet of a card.
 _PINNED = re.compile(r'name, revision = "[^"]+", "([0-9a-f]{40})"')
-_REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]*")
 _WAITS, _LONGEST_WAIT = (1, 2, 4, 8), 300  # seconds
 _BUSY = (429, 500, 502, 503, 504)  # HTTP statuses after which a call is repeated
 _IGNORE_NOTHING = "\n"  # replaces a `.gitignore` in the repository, which could leave out files
@@ -98,26 +97,6 @@ class UploadOptions:
     create_pr: bool = False
     message: str | None = None
     overwrite_card: bool = False
-
-
-def check_repo(repo: str, revision: str | None = None) -> None:
-    """Check the form of the names of the repository and branch of an upload.
-
-    Args:
-        repo: The id of the repository.
-        revision: The name of the branch.
-
-    Raises:
-        ValueError: A name has characters that the Hub does not allow.
-    """
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ValueError(
-            f"{repo!r} is not a repository id: it must be NAME or ORG/NAME, of letters, digits, `-`, `_` and `.`."
-        ) from error
-    if revision is not None and not _REVISION.fullmatch(revision):
-        raise ValueError(f"{revision!r} is not a branch name: it must have letters, digits, `-`, `_`, `/` and `.`.")
 
 
 def publish(
@@ -435,4 +414,4 @@ def _address(api: HfApi, repo: str, commit: CommitInfo, revision: str | None) ->
     return f"{api.endpoint}/{repo}" + (f"/tree/{revision}" if revision else "")
 
 
-__all__ = ["Published", "UploadOptions", "check_repo", "publish"]
+__all__ = ["Published", "UploadOptions", "publish"]

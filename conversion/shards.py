@@ -5,7 +5,6 @@ Weights are read only to copy them, in pieces of `CHUNK` bytes. Each piece is ch
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,27 +146,6 @@ def explain_writing(path: Path) -> Iterator[None]:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def show_bytes(number: int) -> str:
-    """Return a number of bytes for people to read, such as `1.5 GB`."""
-    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
-
-
-def check_space(folder: Path, needed: int) -> None:
-    """Raise if a file system has too little free space.
-
-    Args:
-        folder: A directory in the file system. The message names the directory above it.
-        needed: The number of bytes.
-
-    Raises:
-        OSError: Fewer bytes are free.
-    """
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        message = f"not enough space in {folder.parent}: {show_bytes(needed)} are needed, {show_bytes(free)} are free."
-        raise OSError(message)
-
-
 def read_pieces(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
     """Yield the bytes of a tensor piece by piece, each in the same buffer.
 
@@ -228,10 +206,8 @@ __all__ = [
     "DTYPES",
     "Entry",
     "Shard",
-    "check_space",
     "copy_shard",
     "explain_writing",
     "read_pieces",
     "read_shard",
-    "show_bytes",
 ]

@@ -14,13 +14,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from attnres import BACKBONES, ResidualConfig
+from attnres.utils.files import check_space
 
 from .checkpoint import Checkpoint, make_checkpoint, open_checkpoint
 from .complete import empty_model, explain_config, read_config
 from .family import member_config
 from .generation_settings import read_generation_config
 from .kimi_k3 import is_released
-from .shards import check_space, explain_writing, read_shard
+from .shards import explain_writing, read_shard
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def unpublished_model(checkpoint: Checkpoint, config: PreTrainedConfig) -> PreTr
 
 def _with_published_names(checkpoint: Checkpoint, model: PreTrainedModel, scratch: Path) -> Checkpoint:
     """Rewrite a checkpoint under its published names in `scratch`, shard by shard."""
-    check_space(scratch, checkpoint.num_bytes)
+    check_space(scratch.parent, checkpoint.num_bytes)
     folder, shards = scratch / "published", []
     folder.mkdir()
     for shard in checkpoint.shards:

@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME
 
 from attnres.loading_attnres import added_by_kind, check_added, check_shapes
 from attnres.residual_attnres import FamilyWarning
+from attnres.utils.files import show_bytes
 from attnres.utils.hub import ADAPTER_CONFIG, check_path
 from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted
@@ -27,7 +28,7 @@ from attnres.utils.wording import counted
 from .checkpoint import Checkpoint, find, read_headers
 from .complete import explain_config, loading_report
 from .kimi_k3 import check_kimi_k3, is_released
-from .shards import DTYPES, show_bytes
+from .shards import DTYPES
 from .sizes import check_sizes
 
 # A model may have `_MAX_RATIO` values for each value in the files, or `_ALWAYS_ALLOWED` in total. New residual

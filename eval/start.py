@@ -4,14 +4,14 @@ The command line runs these checks first, so that a mistake costs no time.
 """
 
 import json
-import os
 from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 
 from huggingface_hub import constants
 
-from attnres.utils.hub import check_source, describe_adapter, is_adapter, is_cached, is_offline
+from attnres.utils.files import check_writable
+from attnres.utils.hub import check_source, describe_adapter, is_adapter, is_dataset_cached, is_offline
 
 from .failures import Failures, Reason, TaskFailure, code_refused, data_missing
 from .hub_results import FOLDER
@@ -48,6 +48,7 @@ def check_run(options: EvalOptions) -> None:
     known = {"model", "baseline", FOLDER, ".lock", *written, *(f".{name}.partial" for name in written)}
     if out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - known):
         raise FileExistsError(f"{out} holds other files than those of this command. Choose another --out.")
+    check_writable(out, f"--out {out}")
     if lost := find_lost(out, options.benchmarks):
         tasks = ",".join([*(benchmark.name for benchmark in options.benchmarks), *lost])
         raise FileExistsError(
@@ -114,20 +115,12 @@ def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_
             if not (folder := data / benchmark.dataset).is_dir():
                 error = data_missing(benchmark, data, f"there is no folder {folder}")
                 failures[benchmark] = TaskFailure(Reason.ABSENT, str(error))
-        elif benchmark.dataset is not None and not _is_cached(benchmark.dataset) and hub_is_offline():
+        elif benchmark.dataset is not None and not is_dataset_cached(benchmark.dataset) and hub_is_offline():
             # The environment variable HF_HUB_OFFLINE is read only at import, so set the constant.
             constants.HF_HUB_OFFLINE = True
             error = data_missing(benchmark, None, "the Hub cannot be reached, and its cache does not have it")
             failures[benchmark] = TaskFailure(Reason.ABSENT, str(error))
     return failures
-
-
-def _is_cached(dataset: str) -> bool:
-    """Return whether the cache of the Hub or of `datasets` holds at least a part of a data set."""
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
-    # `datasets` writes `TIGER-Lab/MMLU-Pro` as `TIGER-Lab___mmlu-pro`.
-    folder = dataset.replace("/", "___").lower()
-    return is_cached("datasets", dataset) or any(path.name.lower() == folder for path in prepared.glob("*___*"))
 
 
 __all__ = ["BASELINE_RESULTS", "CHART", "REPORT", "RESULTS", "check_run", "find_lost", "find_missing"]

@@ -15,5 +15,7 @@ def __getattr__(name: str) -> object:
 
 
 # The command line answers before the seconds that registration takes; a command imports `family` when it needs it.
-if not getattr(sys.modules.get("attnres_cli"), "is_running", False):
+# While `python -m attnres` imports this package, `sys.argv[0]` is `-m`.
+_is_command = sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv
+if not (_is_command or getattr(sys.modules.get("attnres_cli"), "is_running", False)):
     from .family import *  # noqa: F403

@@ -28,6 +28,7 @@ from .modeling_attnres import (
 )
 from .pretrained_attnres import ResidualPreTrainedModel
 from .residual_attnres import ResidualConnection, residual_tensors
+from .utils.declared import register_connection
 from .utils.wording import did_you_mean
 from .value_residual_attnres import value_residual_tensors
 
@@ -86,6 +87,7 @@ def register_residual_connection(connection: type[ResidualConnection]) -> type[R
         if defaults.get(field, default) != default or field in taken or not field.isidentifier():
             raise ValueError(f"`{field}` of {title} is a field of the configuration already, or not an identifier.")
     register(connection)
+    register_connection(name, connection.retrofit_options(), connection.fields)  # so that recipes take it
     return connection
 
 

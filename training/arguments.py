@@ -1,21 +1,22 @@
 """Translate a recipe into the arguments of `transformers.Trainer`."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType
-from transformers import TrainingArguments
+from accelerate.utils import DistributedType, DynamoBackend
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from attnres.utils.wording import counted
-
-from .pipeline_settings import count_replicas, read_settings
 from .recipe import Recipe
-from .trainer_fields import CHECKPOINTING
+from .recipe_values import check_keys, options_of
+from .start import divide_batch
+from .trainer_fields import CHECKPOINTING, wrong_field
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -37,25 +38,15 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     Raises:
         ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
     """
-    # All processes of a tensor-parallel group, and of a pipeline, compute the same batch.
-    pipeline = read_settings(recipe.pipeline)
-    ranks_per_batch = 1 if division is None else division.tp_size
-    if pipeline is not None:
-        ranks_per_batch = state.num_processes // count_replicas(pipeline, state.num_processes)
-    groups = state.num_processes // ranks_per_batch
-    micro = min(recipe.micro_batch_size, max(1, recipe.batch_size // groups))
-    accumulated, rest = divmod(recipe.batch_size, micro * groups)
-    if rest:
-        raise ValueError(
-            f"`batch_size` {recipe.batch_size} is not a multiple of `micro_batch_size` {micro} times "
-            f"{counted(groups, 'pipeline') if pipeline else f'{groups} processes'}."
-        )
+    tp_size = 1 if division is None else division.tp_size
+    ranks_per_batch, micro, accumulated = divide_batch(recipe, state.num_processes, tp_size)
     if ranks_per_batch > 1 and not recipe.trainer.get("average_tokens_across_devices", True):
+        way = "`tp_size` of `distributed`" if recipe.pipeline is None else "`pipeline`"
         raise ValueError(
-            "`trainer.average_tokens_across_devices` of the recipe must be true with "
-            f"{'`pipeline`' if pipeline else '`tp_size` of `distributed`'}, where several processes compute the same "
-            "batch: `Trainer` would divide the loss by too few labels. Leave it out."
+            f"`trainer.average_tokens_across_devices` of the recipe must be true with {way}, where several processes "
+            "compute the same batch: `Trainer` would divide the loss by too few labels. Leave it out."
         )
+    _check_names_in_libraries(recipe.trainer)
     _check_for_processes(recipe, state, accumulated)
     # The recipe may override these.
     defaults = {
@@ -97,6 +88,33 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     if arguments.load_best_model_at_end:
         _check_best(arguments, division)
     return arguments
+
+
+def _check_names_in_libraries(values: Mapping[str, Any]) -> None:
+    """Raise ValueError if a field of the trainer names a compiler, a mode or an option that a library lacks."""
+    backend, mode = values.get("torch_compile_backend"), values.get("torch_compile_mode")
+    if backend is not None:
+        from torch._dynamo import list_backends  # here, since it imports the compiler
+
+        # accelerate knows fewer names than PyTorch, and ignores their case.
+        known = {name for name in list_backends(exclude_tags=()) if name.upper() in DynamoBackend.list()}
+        if not isinstance(backend, str) or backend.lower() not in known:
+            raise wrong_field("torch_compile_backend", backend, f"one of {', '.join(sorted(known))}")
+    if mode is not None:
+        from torch._inductor import list_mode_options
+
+        if mode not in (modes := list_mode_options()):
+            raise wrong_field("torch_compile_mode", mode, f"one of {', '.join(modes)}")
+    for name in CHECKPOINTING:
+        if isinstance(values.get(name), dict):
+            # `transformers` takes some keys itself, and passes the others on to PyTorch. Older versions have only the
+            # second name of this method.
+            enable = getattr(
+                PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable
+            )
+            known = {"preserve_rng_state", *options_of(enable), *options_of(checkpoint)}
+            # YAML cannot give the function `context_fn`.
+            check_keys(f"trainer.{name}", values[name], sorted(known - {"context_fn", *CHECKPOINTING}))
 
 
 def _check_for_processes(recipe: Recipe, state: PartialState, accumulated: int) -> None:

@@ -7,7 +7,6 @@ file ends the run or is counted.
 import glob
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from yaml import YAMLError
 from attnres.utils.extras import require_extra
 from attnres.utils.yaml_files import load_card_metadata
 
+from .data_paths import HUB_ID, DataFolder, check_suffix, describe_empty, find_local
 from .loaders import LOADERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, describe_missing_column, kind_of
 from .recipe import BAD_ROWS
 
@@ -25,9 +25,6 @@ with require_extra("train"):
     from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
     from datasets.data_files import DataFilesDict, get_data_patterns
     from pyarrow import ArrowException  # `datasets` brings pyarrow
-
-_HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/:]+))?")
-_SUFFIXES = ", ".join(list(LOADERS)[:-1]) + f" or {list(LOADERS)[-1]}"
 
 
 @dataclass(frozen=True)
@@ -263,35 +260,17 @@ def find_sources(path: str, spec: DataSpec) -> list[DocumentSource]:
     sources = _local_sources(path, spec)
     if sources is not None:
         return sources
-    hub_id = _HUB_ID.fullmatch(path)
+    hub_id = HUB_ID.fullmatch(path)
     options = {"split": spec.split, "streaming": spec.streaming}
     return [DatasetSource(path, _explained(path, load_dataset, hub_id["id"], hub_id["config"], **options))]
 
 
 def _local_sources(path: str, spec: DataSpec) -> list[FileSource] | None:
     """Return the files that a path of a [`DataSpec`] names; `None` for a Hub id. Raise as [`find_sources`] does."""
-    local = Path(os.path.expanduser(path))
-    if local.is_dir():
-        return _folder_sources(local, None, spec)
-    if local.exists():
-        return [_file_source(local)]
-    if glob.has_magic(path):
-        files = sorted(glob.glob(str(local), recursive=True))
-        if not files:
-            raise FileNotFoundError(f"{path} matches no file.")
-        return [_file_source(Path(file)) for file in files]
-    folder, _, config = str(local).rpartition(":")
-    if folder and Path(folder).is_dir():
-        return _folder_sources(Path(folder), config, spec)
-    if _HUB_ID.fullmatch(path) is None or local.suffix.lower() in LOADERS:
-        raise FileNotFoundError(f"{path} does not exist.")
-    return None
-
-
-def _file_source(path: Path) -> FileSource:
-    if path.suffix.lower() not in LOADERS:
-        raise ValueError(f"{path} has an unknown suffix, which must be {_SUFFIXES}.")
-    return FileSource(str(path))
+    local = find_local(path)
+    if isinstance(local, DataFolder):
+        return _folder_sources(local.path, local.config, spec)
+    return None if local is None else [FileSource(file) for file in local]
 
 
 def _folder_sources(path: Path, config: str | None, spec: DataSpec) -> list[FileSource]:
@@ -306,11 +285,12 @@ def _folder_sources(path: Path, config: str | None, spec: DataSpec) -> list[File
     else:
         raise ValueError(f"{path} has no configuration {config!r}, since no README.md in it lists `configs`.")
     if not files:
-        raise FileNotFoundError(f"{path} holds no {_SUFFIXES} file.")
+        raise FileNotFoundError(describe_empty(path))
     if spec.split not in files:
         splits = ", ".join(repr(str(split)) for split in files)
         raise ValueError(f"{name} has no split {spec.split!r}; it has {splits}.")
-    return [_file_source(path / os.path.relpath(file, os.path.abspath(path))) for file in sorted(files[spec.split])]
+    paths = (path / os.path.relpath(file, os.path.abspath(path)) for file in sorted(files[spec.split]))
+    return [FileSource(check_suffix(file)) for file in paths]
 
 
 def _files_by_split(path: Path) -> DataFilesDict:

@@ -46,12 +46,12 @@ from .pipeline_parts import make_part, part_of
 from .pipeline_settings import read_settings
 from .recipe import Recipe
 from .run_folder import COMMIT, START
+from .start import HEAL, check_from_scratch
 from .text import open_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-HEAL = "heal"  # the recipe that refuses a model without attention residuals
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
 
@@ -61,11 +61,8 @@ def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
     Raises:
         FileNotFoundError: The tokenizer cannot be found or read.
-        ValueError: The recipe names no tokenizer for a model from scratch, or the tokenizer does not load or has no
-            end-of-text token.
+        ValueError: The tokenizer does not load or has no end-of-text token.
     """
-    if recipe.tokenizer is None and recipe.model in names():
-        raise ValueError(f"{recipe.model} starts from scratch: the recipe needs a `tokenizer`, a directory or Hub id.")
     source = recipe.tokenizer or recipe.model
     with explain_missing("tokenizer" if recipe.tokenizer else "model", source):
         return open_tokenizer(source, "" if recipe.tokenizer else "name one by tokenizer=DIR")
@@ -146,7 +143,7 @@ def _special_tokens(recipe: Recipe) -> dict[str, Any]:
 
 
 def check_start(recipe: Recipe, name: str) -> None:
-    """Raise ValueError if `heal` gets random weights, or any recipe gets an adapter.
+    """Raise ValueError if a run cannot start from a named configuration, or gets an adapter.
 
     `from_pretrained` would load an adapter beside a model and freeze the model, so a run would train and save only the
     adapter.
@@ -155,13 +152,8 @@ def check_start(recipe: Recipe, name: str) -> None:
         recipe: The recipe of the run.
         name: The recipe's name if it comes with `attnres`, else empty.
     """
-    if recipe.model in names():
-        if name == HEAL:
-            raise ValueError(
-                f"{recipe.model} is a named configuration with random weights, so there is nothing to heal. Train it "
-                "from scratch by the recipe `pretrain`, or give model=DIR, a checkpoint that `attnres convert` made."
-            )
-    elif find_adapter_config_file(recipe.model) is not None:
+    check_from_scratch(recipe, name)
+    if recipe.model not in names() and find_adapter_config_file(recipe.model) is not None:
         raise ValueError(
             f"{recipe.model} has the files of an adapter ({ADAPTER_CONFIG_NAME}), so only the adapter would be "
             "trained. Move them elsewhere, or merge the adapter first: by `merge=true` of its recipe, or by "
@@ -180,8 +172,6 @@ def _is_retrofitted(config: PreTrainedConfig) -> bool:
 
 def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Return the named configuration of a recipe, with the tokenizer's vocabulary and special tokens."""
-    if recipe.lora is not None:
-        raise ValueError(f"{recipe.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
     special = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     return load(recipe.model, **{"vocab_size": len(tokenizer), **special, **recipe.config})
 
@@ -242,8 +232,6 @@ def prepare_data(
         held_out = load_spec(spec, tokenizer, recipe.length, seed=None)
         whole = train if recipe.streaming else _whole_batches(train, recipe)
         return whole, held_out, digests | {"held_out": digest_of(held_out)}
-    if recipe.streaming:
-        raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
     # At most a tenth of the data, so that most of a small data set is left to train on.
     count = recipe.held_out_sequences or min(MAX_HELD_OUT, max(1, len(train) // 10))
     num_train = len(train) - count

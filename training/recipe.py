@@ -1,12 +1,11 @@
 """A recipe: everything that decides a training run, as a YAML file and `key=value` changes to it.
 
 Wrong keys and values are refused here, before models and data are touched. The command line reads a recipe before it
-imports PyTorch, so this file imports heavy packages only for the recipes that need them.
+imports PyTorch, so neither this file nor the files that it imports import heavy packages.
 """
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from os.path import expanduser
 from pathlib import Path
@@ -14,10 +13,12 @@ from typing import Any
 
 import yaml
 
+from attnres.utils.declared import declared_connections, trainer_fields
 from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import UniqueKeys, load_yaml
 
+from .lora_options import check_options
 from .pipeline_settings import read_settings
 from .recipe_values import check_keys, mapping, options_of, typed
 from .trainer_fields import DECIDED_BY_RUN, check_trainer_fields, type_trainer_fields
@@ -50,6 +51,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 # Names that other tools use -> the key of a recipe. Those of `TrainingArguments` follow below.
 _OTHER_NAMES = {"lr": "`learning_rate`", "dataset": "`train`", "output": "`out`", "max_length": "`length`"}
 _NEEDED = ("model", "train", "out")
+_DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")  # of `config.dtype`
 _RUN_LENGTHS = ("steps", "tokens", "epochs")
 # Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
@@ -176,6 +178,8 @@ class Recipe:
             raise ValueError("The recipe must have `steps`, `tokens` or `epochs`: give one of them.")
         if self.streaming and self.steps is self.tokens is None:
             raise ValueError("The length of a stream is not known before it ends: give `steps` or `tokens`.")
+        if self.streaming and not self.held_out:
+            raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
         for name, (is_allowed, range_in_words) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not is_allowed(value):
@@ -193,31 +197,26 @@ class Recipe:
 
     def _check_mappings(self) -> None:
         """Raise ValueError if a mapping has a wrong key or value."""
-        # Imports that take seconds are made only for the recipes that need them.
         check_trainer_fields(self.trainer)
         if self.retrofit is not None:
-            from attnres.conversion.family import retrofit_fields, retrofit_options
-
-            chosen = {"residual": self.retrofit["residual"]} if "residual" in self.retrofit else {}
-            allowed = ["residual", *retrofit_options(**chosen), *retrofit_fields(**chosen)]
-            check_keys("retrofit", self.retrofit, allowed)
+            connections = declared_connections()
+            residual = self.retrofit.get("residual", next(iter(connections)))
+            if residual not in [*connections]:
+                raise ValueError(
+                    f"`residual` of the recipe's `retrofit` is {residual!r}, but must be one of "
+                    f"{', '.join(connections)}.{did_you_mean(str(residual), connections, otherwise_all=False)}"
+                )
+            declared = connections[residual]
+            check_keys("retrofit", self.retrofit, ["residual", *declared.options, *declared.fields])
         if self.lora is not None:
-            # `peft` comes with an extra. If it is missing, `run_train` raises an error that names the extra.
-            with suppress(ImportError):
-                from .lora import add_adapters, check_options
-
-                check_keys("lora", self.lora, options_of(add_adapters))
-                check_options(**self.lora)
+            check_keys("lora", self.lora, options_of(check_options))
+            check_options(**self.lora)
         read_settings(self.pipeline)
         dtype = self.config.get("dtype")
-        if isinstance(dtype, str) and dtype != "auto":
-            import torch
-
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise ValueError(
-                    f"`config.dtype` of the recipe is {dtype!r}, but must be auto or a type of PyTorch, "
-                    "such as bfloat16."
-                )
+        if isinstance(dtype, str) and dtype not in _DTYPES:
+            raise ValueError(
+                f"`config.dtype` of the recipe is {dtype!r}, but must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}."
+            )
 
     def _check_combinations(self) -> None:
         """Raise ValueError if two keys exclude each other."""
@@ -333,9 +332,7 @@ def _remedy(name: str, known: Collection[str]) -> str:
         return f" Give {remedy} instead."
     if typo := did_you_mean(name, known, otherwise_all=False, alike=0.8):
         return typo
-    from transformers import TrainingArguments  # which takes seconds
-
-    if name in options_of(TrainingArguments) and name not in DECIDED_BY_RUN:
+    if name in trainer_fields() and name not in DECIDED_BY_RUN:
         return f" It is a field of the trainer: give `trainer.{name}`."
     return did_you_mean(name, known)
 

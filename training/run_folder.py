@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from attnres.utils.errors import why_not_written
-from attnres.utils.files import atomic_write, check_replaceable, locked
+from attnres.utils.files import atomic_write, check_replaceable, check_writable, locked, parents
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 
 from .recipe import Recipe, read_recipe, write_recipe
@@ -27,12 +26,13 @@ HALF_WRITTEN = (f"{PARTIAL}*", ".*.partial", START)
 MAY_CHANGE = ("log_every", "save_every", "keep", "micro_batch_size")
 
 
-def check_folder(out: Path) -> None:
-    """Raise if no run can begin or resume in `out`.
+def check_folder(out: Path, recipe: Recipe) -> None:
+    """Raise if no run of a recipe can begin or resume in `out`.
 
     Raises:
-        FileExistsError: `out` is a file, or holds a finished run or other files; or its `model` or `adapter`, which the
-            run replaces at its end, does.
+        FileExistsError: `out` is a file, or holds a finished run, a run of another recipe or other files; or its
+            `model` or `adapter`, which the run replaces at its end, holds other files.
+        OSError: `out` cannot be written.
         ValueError: The recipe in `out` is damaged.
     """
     if (out / RESULTS).exists():
@@ -43,6 +43,23 @@ def check_folder(out: Path) -> None:
         raise FileExistsError(f"{out} holds other files. Choose another `out`.")
     for name, written in ((MODEL, WRITTEN_MODEL), (ADAPTER, WRITTEN_ADAPTER)):
         check_replaceable(out / name, written, overwrite=True)
+    if (out / RECIPE).exists() and any(out.glob("checkpoint-*")):
+        _check_same_recipe(out, recipe)
+    check_writable(out, f"`out` {out} of the recipe")
+
+
+def _check_same_recipe(out: Path, recipe: Recipe) -> None:
+    """Raise FileExistsError if the run in a folder, which has a checkpoint, has another recipe."""
+    before = _read_run_recipe(out)
+    may_change = MAY_CHANGE
+    if None not in (before.pipeline, recipe.pipeline):
+        may_change += ("pipeline",)  # a checkpoint of a pipeline can be resumed with another number of stages
+    names = (name for name in vars(recipe) if name not in may_change)
+    if name := next((name for name in names if getattr(before, name) != getattr(recipe, name)), None):
+        raise FileExistsError(
+            f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
+            "Choose another `out`, or resume with the recipe as it was."
+        )
 
 
 def _is_run_folder(out: Path) -> bool:
@@ -83,43 +100,28 @@ def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
         ValueError: The recipe in `out` is damaged.
         OSError: `out` cannot be made or written.
     """
-    check_folder(out)
-    with ExitStack() as lock:
+    check_folder(out, recipe)
+    with parents(out / RECIPE), ExitStack() as lock:
         try:
-            out.mkdir(parents=True, exist_ok=True)
             lock.enter_context(locked(out / LOCK, out))
         except FileExistsError as error:
             raise FileExistsError(
                 f"{out} is in use: another process trains into it, perhaps one that has survived its launcher. "
                 "Wait for that process or end it, or choose another `out`."
             ) from error
-        except OSError as error:
-            raise type(error)(f"`out` cannot be written: {why_not_written(error)}. Choose another `out`.") from error
-        _claim(out, recipe)
+        check_folder(out, recipe)  # again, since another process may have used the folder before this one locked it
+        is_new = not (out / RECIPE).exists()
+        atomic_write(out / RECIPE, write_recipe(recipe))
         for pattern in HALF_WRITTEN:
             for path in out.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
-        yield
-
-
-def _claim(out: Path, recipe: Recipe) -> None:
-    """Write the recipe into the folder of its run. Raise FileExistsError if the folder holds another run."""
-    # Here, since the command line calls `check_folder` before it imports PyTorch.
-    from transformers.trainer_utils import get_last_checkpoint
-
-    check_folder(out)  # again, since another process may have used the folder before this one locked it
-    if (out / RECIPE).exists() and get_last_checkpoint(str(out)):
-        before = _read_run_recipe(out)
-        may_change = MAY_CHANGE
-        if None not in (before.pipeline, recipe.pipeline):
-            may_change += ("pipeline",)  # a checkpoint of a pipeline can be resumed with another number of stages
-        names = (name for name in vars(recipe) if name not in may_change)
-        if name := next((name for name in names if getattr(before, name) != getattr(recipe, name)), None):
-            raise FileExistsError(
-                f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
-                "Choose another `out`, or resume with the recipe as it was."
-            )
-    atomic_write(out / RECIPE, write_recipe(recipe))
+        try:
+            yield
+        except BaseException:
+            # A run that is refused before it has begun leaves nothing behind.
+            if is_new and not (out / DATA).exists():
+                (out / RECIPE).unlink(missing_ok=True)
+            raise
 
 
 def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:

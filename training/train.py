@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
+from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
 
 from attnres.configuration import names
 from attnres.conversion.whole import check_source_sizes
+from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
@@ -127,7 +129,8 @@ def _train_in_folder(
     set_steps(arguments, recipe, train)
 
     with quiet_transformers():
-        model = prepare_model(recipe, tokenizer, division, checkpoint)
+        with status(Console(), f"Loading {recipe.model} ...") if state.is_main_process else contextlib.nullcontext():
+            model = prepare_model(recipe, tokenizer, division, checkpoint)
         display = Display()
         # Without the tokenizer, whose special tokens `Trainer` would write over the model's: the token that ends a turn
         # of a chat model is often not the tokenizer's end-of-text token.

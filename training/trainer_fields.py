@@ -1,15 +1,15 @@
 """Fields of `TrainingArguments`, the key `trainer` of a recipe: their types, values, and those that the run sets.
 
-The command line reads a recipe before it imports PyTorch, so heavy packages are imported only for a recipe with such
-fields.
+The command line reads a recipe before it imports PyTorch, so the fields are taken from the source text of
+`transformers`.
 """
 
-from collections.abc import Callable
-from dataclasses import fields
-from types import NoneType
-from typing import Any, get_args
+from collections.abc import Callable, Collection
+from typing import Any
 
-from .recipe_values import check_keys, options_of, typed
+from attnres.utils.declared import trainer_fields
+
+from .recipe_values import check_keys, typed
 
 # Fields of `TrainingArguments` that the run sets -> the remedy in the error message. `None`: leave the field out.
 DECIDED_BY_RUN = {
@@ -48,6 +48,7 @@ DECIDED_BY_RUN = {
 }
 # Fields that YAML reads as `false` where they are `no`.
 _STRATEGIES = ("eval_strategy", "logging_strategy")
+_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 # The names, in newer and older versions, of the options of recomputation.
 CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 # Field -> the check of its value, and the allowed values as the error message names them.
@@ -58,6 +59,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eval_steps": (lambda value: value > 0, "above 0"),
     "label_smoothing_factor": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
     "neftune_noise_alpha": (lambda value: value > 0, "above 0"),
+    **dict.fromkeys(("log_level", "log_level_replica"), (_LOG_LEVELS.__contains__, f"one of {', '.join(_LOG_LEVELS)}")),
     "include_num_input_tokens_seen": (
         lambda value: value in (True, False, None, "all", "non_padding", "no"),
         "true, false, all, non_padding or no",
@@ -83,20 +85,15 @@ def type_trainer_fields(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: A number cannot be read.
     """
-    if not values:
-        return values
-    from transformers import TrainingArguments
-
     converted = dict(values)
-    for item in fields(TrainingArguments):
-        if item.name not in values or item.name in DECIDED_BY_RUN:
+    for name, types in trainer_fields().items() if values else ():
+        if name not in values or name in DECIDED_BY_RUN:
             continue
-        if item.name in _STRATEGIES and values[item.name] is False:
-            converted[item.name] = "no"
-        kinds = {*(get_args(item.type) or (item.type,))} - {NoneType}
-        is_left_out = values[item.name] is None and NoneType in get_args(item.type)
-        if kinds and kinds <= {int, float} and not is_left_out:
-            converted[item.name] = typed(f"trainer.{item.name}", values[item.name], float if float in kinds else int)
+        if name in _STRATEGIES and values[name] is False:
+            converted[name] = "no"
+        kinds = {*types} - {"None"}
+        if kinds <= {"int", "float"} and not _is_left_out(values[name], types):
+            converted[name] = typed(f"trainer.{name}", values[name], float if "float" in kinds else int)
     return converted
 
 
@@ -112,22 +109,18 @@ def check_trainer_fields(values: dict[str, Any]) -> None:
         raise ValueError(f"`trainer.{decided}` of the recipe must not be set{reason}.")
     if not values:
         return
-    from transformers import TrainingArguments
-
-    check_keys("trainer", values, options_of(TrainingArguments))
-    types = {item.name: item.type for item in fields(TrainingArguments)}
+    known = trainer_fields()
+    check_keys("trainer", values, known)
     for key, value in values.items():
         # As text, "false" would count as true.
-        if types.get(key) in (bool, bool | None) and not isinstance(value, bool | None):
-            raise _wrong(key, value, "true or false")
-        is_left_out = value is None and NoneType in get_args(types.get(key))
-        if key in _ALLOWED and not is_left_out and not _is_allowed(key, value):
-            raise _wrong(key, value, _ALLOWED[key][1])
+        if {*known[key]} <= {"bool", "None"} and not isinstance(value, bool | None):
+            raise wrong_field(key, value, "true or false")
+        if key in _ALLOWED and not _is_left_out(value, known[key]) and not _is_allowed(key, value):
+            raise wrong_field(key, value, _ALLOWED[key][1])
         if key in _NEEDS and value and not values.get(_NEEDS[key]):
             raise ValueError(
                 f"`trainer.{key}` of the recipe has no effect without `trainer.{_NEEDS[key]}`: give both or neither."
             )
-    _check_names_in_libraries(values)
 
 
 def _is_allowed(key: str, value: Any) -> bool:
@@ -137,44 +130,14 @@ def _is_allowed(key: str, value: Any) -> bool:
         return False
 
 
-def _check_names_in_libraries(values: dict[str, Any]) -> None:
-    """Raise ValueError if a field names a level of the log, a compiler, a mode or an option that a library lacks."""
-    for name in {"log_level", "log_level_replica"} & values.keys():
-        from transformers.training_args import trainer_log_levels
-
-        if values[name] not in [*trainer_log_levels]:
-            raise _wrong(name, values[name], f"one of {', '.join(trainer_log_levels)}")
-    backend, mode = values.get("torch_compile_backend"), values.get("torch_compile_mode")
-    if backend is not None:
-        from accelerate.utils import DynamoBackend
-        from torch._dynamo import list_backends
-
-        # accelerate knows fewer names than PyTorch, and ignores their case.
-        known = {name for name in list_backends(exclude_tags=()) if name.upper() in DynamoBackend.list()}
-        if not isinstance(backend, str) or backend.lower() not in known:
-            raise _wrong("torch_compile_backend", backend, f"one of {', '.join(sorted(known))}")
-    if mode is not None:
-        from torch._inductor import list_mode_options
-
-        if mode not in (modes := list_mode_options()):
-            raise _wrong("torch_compile_mode", mode, f"one of {', '.join(modes)}")
-    for name in CHECKPOINTING:
-        if isinstance(values.get(name), dict):
-            from torch.utils.checkpoint import checkpoint
-            from transformers import PreTrainedModel
-
-            # `transformers` takes some keys itself, and passes the others on to PyTorch. Older versions have only the
-            # second name of this method.
-            enable = getattr(
-                PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable
-            )
-            known = {"preserve_rng_state", *options_of(enable), *options_of(checkpoint)}
-            # YAML cannot give the function `context_fn`.
-            check_keys(f"trainer.{name}", values[name], sorted(known - {"context_fn", *CHECKPOINTING}))
+def _is_left_out(value: Any, types: Collection[str]) -> bool:
+    """Return whether a value is the `null` that a field of these types may have."""
+    return value is None and "None" in types
 
 
-def _wrong(key: str, value: Any, allowed: str) -> ValueError:
+def wrong_field(key: str, value: Any, allowed: str) -> ValueError:
+    """Return the error for a field of the trainer with a value that is not allowed."""
     return ValueError(f"`trainer.{key}` of the recipe is {value!r}, but must be {allowed}.")
 
 
-__all__ = ["CHECKPOINTING", "DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields"]
+__all__ = ["CHECKPOINTING", "DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields", "wrong_field"]

@@ -96,6 +96,26 @@ def atomic_write(path: Path, content: str | bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
+def show_bytes(number: int) -> str:
+    """Return a number of bytes for people to read, such as `1.5 GB`."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise if a file system has too little free space.
+
+    Args:
+        folder: A directory in the file system. It may have to be made first.
+        needed: The number of bytes.
+
+    Raises:
+        OSError: Fewer bytes are free.
+    """
+    free = shutil.disk_usage(_existing(folder)).free
+    if needed > free:
+        raise OSError(f"not enough space in {folder}: {show_bytes(needed)} are needed, {show_bytes(free)} are free.")
+
+
 @contextlib.contextmanager
 def atomic_directory(out: str | os.PathLike, written: Written, *, overwrite: bool) -> Iterator[Path]:
     """Make a temporary directory `.{name}.partial` beside `out`, and rename it to `out` when the block ends.
@@ -175,6 +195,29 @@ def check_replaceable(out: Path, written: Written, overwrite: bool) -> None:
             f"{out} holds {names}, which {verb} not part of {written.title}. Move {them} away, or choose another "
             "directory."
         )
+
+
+def check_writable(folder: Path, name: str) -> None:
+    """Raise if nothing can be written into a directory.
+
+    Args:
+        folder: The directory. It and the directories above it may have to be made first.
+        name: What is to be written, for the message: an option with its value.
+
+    Raises:
+        OSError: The directory, or one above it, is missing and cannot be made, or takes no new files.
+    """
+    try:
+        # Only an attempt tells: `os.access` is wrong for the superuser, and for file systems such as /proc.
+        TemporaryFile(dir=_existing(folder)).close()
+    except OSError as error:
+        raise type(error)(f"{name} cannot be written ({error.strerror}): choose another place.") from error
+
+
+def _existing(folder: Path) -> Path:
+    """Return a directory or, if it has to be made, the first above it that exists."""
+    folder = Path(os.path.abspath(folder))
+    return next(path for path in (folder, *folder.parents) if os.path.lexists(path))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ So a wrong name is reported at once, and not after a request has timed out.
 """
 
 import os
+import re
 import socket
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +12,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from .wording import did_you_mean
 
@@ -19,6 +22,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 # What to do with an adapter where a model is needed.
 _MERGE_FIRST = "Merge it first: by `merge=true` of the recipe, or by `merge_and_unload` of PEFT."
 
+_REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]*")
 _PORTS = {"http": 80, "https": 443}
 _TIMEOUT = 5.0  # seconds
 
@@ -41,8 +45,8 @@ def check_path(source: str | os.PathLike, *, is_tokenizer: bool = False) -> None
         is_tokenizer: Whether only the tokenizer is read, which the directory of an adapter may have too.
 
     Raises:
-        FileNotFoundError: It is neither; or it is the directory of a training run, which holds the model in a folder
-            `model`, or an adapter in a folder `adapter`.
+        FileNotFoundError: It is neither; or it is a directory without a model, such as that of a training run, which
+            holds the model in a folder `model`, or an adapter in a folder `adapter`.
         ValueError: It is the directory of an adapter.
     """
     path, name = Path(source), str(source)
@@ -59,6 +63,8 @@ def check_path(source: str | os.PathLike, *, is_tokenizer: bool = False) -> None
         raise FileNotFoundError(f"{source} holds no model, only the adapter {path / 'adapter'}. {remedy}")
     if not is_tokenizer:
         check_no_lone_adapter(path, source)
+        if path.is_dir() and not has_config:
+            raise FileNotFoundError(f"{source} has no config.json: give the directory of a model.")
 
 
 def check_no_lone_adapter(folder: Path, source: str | os.PathLike) -> None:
@@ -92,6 +98,43 @@ def check_source(source: str | os.PathLike, known: Collection[str] = (), *, is_t
         )
 
 
+def check_dataset(source: str, name: str) -> None:
+    """Raise FileNotFoundError if a data set is not in a cache, and the Hub cannot be reached.
+
+    Args:
+        source: The data set as the user wrote it, which is no file or folder here.
+        name: Its id on the Hub.
+    """
+    if is_dataset_cached(name) or not is_offline():
+        return
+    folder = Path(source).parent
+    files = [str(path) for path in folder.iterdir()] if folder.is_dir() else []
+    raise FileNotFoundError(
+        f"{source} is not a file or folder here, and the Hub does not give it: the Hub cannot be reached, and its "
+        f"cache here does not have it.{meant(source, files)}"
+    )
+
+
+def check_repo(repo: str, revision: str | None = None) -> None:
+    """Check the form of the names of the repository and branch of an upload.
+
+    Args:
+        repo: The id of the repository.
+        revision: The name of the branch.
+
+    Raises:
+        ValueError: A name has characters that the Hub does not allow.
+    """
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ValueError(
+            f"{repo!r} is not a repository id: it must be NAME or ORG/NAME, of letters, digits, `-`, `_` and `.`."
+        ) from error
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise ValueError(f"{revision!r} is not a branch name: it must have letters, digits, `-`, `_`, `/` and `.`.")
+
+
 def meant(source: str, known: Collection[str]) -> str:
     """Return the end of a message on an unknown model.
 
@@ -113,6 +156,14 @@ def is_cached(kind: str, name: str) -> bool:
         name: The id of the repository.
     """
     return (Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}").is_dir()
+
+
+def is_dataset_cached(name: str) -> bool:
+    """Return whether the cache of the Hub or of `datasets` holds at least a part of a data set."""
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))
+    # `datasets` writes `TIGER-Lab/MMLU-Pro` as `TIGER-Lab___mmlu-pro`.
+    folder = name.replace("/", "___").lower()
+    return is_cached("datasets", name) or any(path.name.lower() == folder for path in prepared.glob("*"))
 
 
 def is_offline() -> bool:
@@ -140,12 +191,15 @@ def is_offline() -> bool:
 
 __all__ = [
     "ADAPTER_CONFIG",
+    "check_dataset",
     "check_no_lone_adapter",
     "check_path",
+    "check_repo",
     "check_source",
     "describe_adapter",
     "is_adapter",
     "is_cached",
+    "is_dataset_cached",
     "is_offline",
     "meant",
 ]

@@ -58,6 +58,21 @@ _MODEL_PATTERNS = (
 )
 
 
+def weight_bytes(folder: Path) -> int:
+    """Return the size of a model's weights in safetensors, by its index and the sizes of files."""
+    files = (folder / name for name in _shards(folder) or {"model.safetensors"})
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _shards(folder: Path) -> set[str]:
+    """Return the files of weights that the index of a model names; none if there is no index or it is damaged."""
+    try:
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {name for name in weight_map.values() if Path(name).suffix == ".safetensors"}
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):
+        return set()
+
+
 def _fits(path: str, patterns: tuple[str, ...]) -> bool:
     """Return whether a path fits a pattern that has as many slashes."""
     return any(path.count("/") == pattern.count("/") and fnmatchcase(path, pattern) for pattern in patterns)
@@ -70,11 +85,7 @@ def _parts_of_model(folder: Path, others: tuple[str, ...] = ()) -> Callable[[str
         folder: The directory. Files of weights may have any names that its index has.
         others: Names that count too.
     """
-    try:
-        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        shards = {name for name in weight_map.values() if Path(name).suffix == ".safetensors"}
-    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):
-        shards = set()  # there is no index, or it is damaged
+    shards = _shards(folder)
 
     def is_part(path: str) -> bool:
         if path in ("additional_chat_templates/", f"{SOURCE_CODE}/") or path in shards or path in others:
@@ -124,4 +135,5 @@ __all__ = [
     "WRITTEN_ADAPTER",
     "WRITTEN_DEMO",
     "WRITTEN_MODEL",
+    "weight_bytes",
 ]

@@ -127,9 +127,9 @@ def print_line(console: Console, line: str) -> None:
 
 @contextmanager
 def status(console: Console, message: str) -> Iterator[Callable[[str], None]]:
-    """Show a message while the block works: beside a spinner on a terminal, as a line now and then elsewhere.
+    """Show a message while the block works: beside a spinner on a terminal, as a line every 30 seconds elsewhere.
 
-    Work that ends within [`LEAST_SECONDS`] prints no line.
+    Work that ends within [`LEAST_SECONDS`] prints no line, except on a terminal that cannot draw a spinner.
 
     Args:
         console: Where the message goes.
@@ -142,13 +142,13 @@ def status(console: Console, message: str) -> Iterator[Callable[[str], None]]:
         with console.status(Text(message)) as shown:
             yield lambda text: shown.update(Text(text))
         return
+    if console.is_terminal:
+        print_line(console, message)
     current, ended, began = [message], Event(), time.monotonic()
 
     def print_lines() -> None:
-        pause = LEAST_SECONDS
-        while not ended.wait(pause):
+        while not ended.wait(LEAST_SECONDS):
             print_line(console, f"{current[0]} {show_duration(time.monotonic() - began)} so far")
-            pause = min(2 * pause, MOST_SECONDS)
 
     # The block may be one long call, so a thread has to print the lines.
     printer = Thread(target=print_lines, daemon=True)

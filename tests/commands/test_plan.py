@@ -53,6 +53,14 @@ def test_memory_is_given_with_a_unit_or_in_gigabytes(text, size):
     assert parse_memory(text) == size
 
 
+def test_the_default_context_is_at_most_the_models(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=32, max_position_embeddings=64, **sizes).save_pretrained(tmp_path)
+    done = run("plan", str(tmp_path), "--devices", "2", "--per-node", "1", "--json")
+    job = json.loads(done.stdout)["job"]
+    assert (job["context"], job["batch_tokens"], job["chunk"]) == (64, 128, 64)
+
+
 def test_a_context_beyond_the_models_is_refused():
     done = run("plan", "attnres-tiny", "--devices", "4", "--context", "10000")
     assert "at most 8,192 tokens (`max_position_embeddings` of the model), got 10,000: give a shorter one" in str(

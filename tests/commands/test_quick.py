@@ -1,26 +1,36 @@
 """Help, names, wrong paths, usage errors and missing data are reported before PyTorch is imported."""
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
+from transformers import TrainingArguments
+from transformers.training_args import trainer_log_levels
 from typer.testing import CliRunner
 
 from attnres import BACKBONES, CONNECTIONS, DEPTH_ATTENTION, PRESETS, AttnResConfig
 from attnres.analysis import report_files
+from attnres.attention_gate_attnres import GATE_FIELDS
 from attnres.commands import connections
 from attnres.commands.app import app
 from attnres.commands.options_convert import DEFAULT_RESIDUAL, Scale
 from attnres.commands.options_inspect import WRITTEN_REPORT
-from attnres.configuration import names
-from attnres.conversion.family import DEFAULT_CONNECTION, retrofit_options
+from attnres.configuration import count_parameters, load, names
+from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.eval.benchmarks import benchmarks
+from attnres.training.recipe import read_recipe, write_recipe
+from attnres.training.trainer_fields import _LOG_LEVELS
 from attnres.utils import hub
-from attnres.utils.packaged import recipe_names
+from attnres.utils.declared import declared_connections, trainer_fields
+from attnres.utils.packaged import configurations, recipe_names
+from attnres.value_residual_attnres import VALUE_RESIDUAL_FIELDS
 
 ATTNRES = Path(sys.executable).with_name("attnres")
 HEAVY = {"torch", "transformers", "numpy", "datasets", "lm_eval", "matplotlib", "attnres.family"}
@@ -84,6 +94,42 @@ CASES = [
     (("train", "heal", "model=my-attnres", "train=a.txt", "out=out"), 1, "its cache here does not have it.\n"),
     (("train", "heal", "model=./no", "train=a.txt", "out=out"), 1, "attnres: ./no is not a directory."),
     (("train", "heal", "model=model", "train=a.txt", "out=taken"), 1, "attnres: taken holds other files. "),
+    *(
+        (("train", "finetune", "model=model", "out=out", *changes), code, message)
+        for code, message, *changes in (
+            (1, "attnres: a.txt does not exist.\n", "train=a.txt"),
+            (1, "attnres: empty holds no .jsonl, .json, .parquet or .txt file.\n", "train=text", "held_out=empty"),
+            (1, "attnres: text/*.md matches no file.\n", "train=text/*.md"),
+            (1, "attnres: text/odd.yml has an unknown suffix, which must be ", "train=text/odd.yml"),
+            (1, "attnres: a/b is not a file or folder here, and the Hub does not give it: ", "train=a/b"),
+            (1, "not a file or folder here, and the Hub does not give it: the Hub cannot be", "train=text/a.tx"),
+            (1, "its cache here does not have it. Did you mean `text/a.txt`?", "train=text/a.tx"),
+            (1, "attnres: `batch_size` 8 is not a multiple of ", "train=text", "batch_size=8", "micro_batch_size=3"),
+            (1, "number must be a multiple of `stages`", "train=text", "pipeline={stages: 2}"),
+            (1, "attnres: nobody/tokenizer is not a directory, and", "train=text", "tokenizer=nobody/tokenizer"),
+            (1, "attnres: attnres-tiny starts from scratch: the rec", "train=text", "model=attnres-tiny"),
+            (1, "attnres: run holds a run with seed 1, not 0. ", "train=text/a.txt", "out=run"),
+            (1, "attnres: `out` /proc/x of the recipe cannot be written", "train=text", "out=/proc/x"),
+            (2, "`trainer.bf16` of the recipe is 'maybe', but must be true or false.", "train=a", "trainer.bf16=maybe"),
+            (2, "Did you mean `bf16`?", "train=a", "trainer.bf_16=true"),
+            (2, "It is a field of the trainer: give `trainer.bf16`.", "train=a", "bf16=true"),
+            (2, "is 'mch', but must be one of attn_res, ", "train=a", "retrofit.residual=mch"),
+            (2, "`retrofit` has no `blocksize`. Did you mean", "train=a", "retrofit.blocksize=2"),
+            (2, "`rank` of the adapters is 0, but must be a ", "train=a", "lora.rank=0"),
+            (2, "`config.dtype` of the recipe is 'half', but ", "train=a", "config.dtype=half"),
+        )
+    ),
+    (("convert", "model", "out"), 1, "attnres: not enough space in "),
+    (("convert", "model", "/proc/x"), 1, "attnres: DST /proc/x cannot be written (No such file or directory): choose "),
+    (("convert", "empty", "out"), 1, "attnres: empty has no config.json: give the directory of a model.\n"),
+    (("convert", "model", "out", "--set", "attn_res_gatd=true"), 2, " Did you mean `attn_res_gated`? It has attn_res_"),
+    (("inspect", "model", "--out", "/proc/x"), 1, "attnres: --out /proc/x cannot be written (No such file or "),
+    (("demo", "--out", "/proc/x"), 1, "attnres: --out /proc/x cannot be written (No such file or directory): choose "),
+    (("demo", "--out", "taken"), 1, "attnres: taken exists. "),
+    (("push", "model", "a/b/c"), 2, "'a/b/c' is not a repository id: it must be NAME or ORG/NAME"),
+    (("eval", "empty", "--out", "out"), 1, "attnres: empty has no config.json: give the directory of a model.\n"),
+    (("eval", "model", "--out", "/proc/x"), 1, "attnres: --out /proc/x cannot be written (No such file or directory)"),
+    (("list",), 0, "smollm3"),
     (("plan", "attnres-tiny"), 2, "Missing option '--devices'."),
     (("plan", "attnres-tinny", "--devices", "8"), 1, "Did you mean `attnres-tiny`?"),
     (("plan", "attnres-tiny", "--devices", "8", "--optimizer", "muon", "--serve"), 2, "--optimizer needs --train."),
@@ -118,6 +164,17 @@ def seen(tmp_path_factory) -> dict:
     """Return the results of `quick_session.py` for all cases, in a folder with `model`, `taken` and the run `lora`."""
     folder = tmp_path_factory.mktemp("quick")
     (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    # A file without data, since its size is that of weights for which no disk has space.
+    with (folder / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(2**42)
+    (folder / "empty").mkdir()
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("Once upon a time.")
+    (folder / "text" / "odd.yml").touch()
+    (folder / "run" / "checkpoint-4").mkdir(parents=True)
+    changes = ("model=model", "train=text/a.txt", "out=run", "seed=1")
+    (folder / "run" / "recipe.yaml").write_text(write_recipe(read_recipe("finetune", changes)))
     (folder / "lora" / "adapter").mkdir(parents=True)
     (folder / "lora" / "adapter" / "adapter_config.json").write_text("{}")
     (folder / "taken").mkdir()
@@ -149,7 +206,16 @@ def test_commands_that_need_no_model_print_the_expected_text(number, seen):
 def test_these_commands_import_nothing_heavy_and_write_nothing(seen):
     assert "attnres.commands.app" in seen["modules"]
     assert not HEAVY & set(seen["modules"])
-    assert seen["left"] == {"lora", "model", "taken"}
+    assert seen["left"] == {"empty", "lora", "model", "run", "taken", "text"}
+
+
+def test_python_m_attnres_answers_without_pytorch_too():
+    """`accelerate launch -m attnres` starts each process so. `-X importtime` lists all imports."""
+    command = [sys.executable, "-X", "importtime", "-m", "attnres", "list", "recipes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "attnres.commands.app" in imported and not HEAVY & imported
+    assert "pretrain" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -181,13 +247,32 @@ def test_the_mark_of_a_report_is_that_of_the_reports_that_are_written():
     assert marks[0] == marks[1]
 
 
+def test_the_source_text_of_connections_and_of_the_trainer_declares_what_their_classes_have():
+    declared = declared_connections()
+    assert next(iter(declared)) == DEFAULT_CONNECTION
+    assert declared.keys() == CONNECTIONS.keys() | PRESETS.keys()
+    for name, (options, fields) in declared.items():
+        connection = CONNECTIONS[PRESETS.get(name, {}).get("residual_connection", name)]
+        assert list(options) == connection.retrofit_options()
+        assert list(fields) == [*connection.fields, *GATE_FIELDS, *VALUE_RESIDUAL_FIELDS]
+    types = {item.name: item.type for item in dataclasses.fields(TrainingArguments)}
+    assert trainer_fields().keys() == types.keys()
+    for name, kinds in trainer_fields().items():
+        if {*kinds} <= {"bool", "int", "float", "None"}:
+            parts = get_args(types[name]) or (types[name],)
+            assert {*kinds} == {"None" if part is NoneType else part.__name__ for part in parts}, name
+        else:
+            assert not {*(get_args(types[name]) or (types[name],))} <= {bool, int, float, NoneType}, name
+    assert {*_LOG_LEVELS} == {*trainer_log_levels}
+
+
 def test_the_table_of_connections_matches_the_registry():
     assert connections.CONNECTIONS.keys() == CONNECTIONS.keys()
     assert DEFAULT_RESIDUAL == DEFAULT_CONNECTION
     assert connections.PRESETS.keys() == PRESETS.keys()
     for name, connection in (connections.CONNECTIONS | connections.PRESETS).items():
-        assert set(connection.options) == set(retrofit_options(name))
         of = PRESETS.get(name, {}).get("residual_connection", name)
+        assert set(connection.options) == set(CONNECTIONS[of].retrofit_options())
         assert (connection.exact != "no") == (CONNECTIONS[of].retrofit is not None)
     for scale in Scale:
         AttnResConfig(attn_res_scale=scale.value).check_fields()
@@ -225,6 +310,19 @@ def test_headings_of_lists_end_their_lines_between_words_on_a_terminal():
     lines = heading(COLUMNS="80", FORCE_COLOR="1")
     assert len(lines) > 1 and max(map(len, lines)) <= 80
     assert " ".join(line.strip() for line in lines) == whole
+
+
+@pytest.mark.slow
+def test_the_stored_sizes_of_configurations_are_those_that_are_counted():
+    stored = json.loads((configurations() / "sizes.json").read_text())
+    assert stored.keys() == {*names()}
+    for name in stored:
+        config = load(name)
+        count = count_parameters(config)
+        activated = count.activated_non_embedding
+        # The paper names its models by the activated parameters. The report of Kimi K3 adds the output projection.
+        with_head = activated + config.vocab_size * config.hidden_size
+        assert stored[name] == {"parameters": count.total, "activated": activated, "with lm_head": with_head}
 
 
 @pytest.mark.slow

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
 from attnres.conversion import retrofit
 from attnres.conversion.convert import plan_retrofit, plan_standard, write
-from attnres.conversion.family import retrofit_fields
 from attnres.conversion.plan import Plan
 from attnres.conversion.source import open_source
 from attnres.residual_attnres import residual_tensors
+from attnres.utils.declared import declared_connections
 
 from ..modeling_attnres import test_published_layout
 from .checkpoints import change_json, change_tensors, convert, convert_well, files_of, tensors_of
@@ -163,7 +163,7 @@ def test_a_gate_for_a_quantised_checkpoint_is_refused(tmp_path):
 
 
 def test_every_retrofit_takes_the_fields_of_gates():
-    assert all(GATE_FIELDS.keys() <= set(retrofit_fields(connection)) for connection in ("attn_res", "standard"))
+    assert all(GATE_FIELDS.keys() <= {*connection.fields} for connection in declared_connections().values())
 
 
 @pytest.mark.parametrize(

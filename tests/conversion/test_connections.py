@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from attnres import CONNECTIONS, PRESETS
 from attnres.commands import options_convert
 from attnres.conversion import retrofit
-from attnres.conversion.family import retrofit_config, retrofit_options
+from attnres.conversion.family import retrofit_config
 from attnres.residual_attnres import residual_tensors
 
 from ..modeling_attnres import test_published_layout
@@ -353,7 +353,7 @@ def test_a_retrofit_is_not_retrofitted(name):
 def test_the_command_line_has_every_option_of_every_connection():
     known = inspect.signature(options_convert.convert).parameters
     for name in CONNECTIONS:
-        assert {option for option in retrofit_options(name) if option not in known} == set(), name
+        assert {option for option in CONNECTIONS[name].retrofit_options() if option not in known} == set(), name
 
 
 def test_the_configuration_of_a_backbone_has_no_field_of_any_connection(tmp_path):

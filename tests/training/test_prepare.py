@@ -73,6 +73,9 @@ def test_the_path_of_a_recipe_is_not_taken_for_its_name(tmp_path, monkeypatch):
     """The name is written into the card of the model."""
     names = []
     monkeypatch.setattr(train_command, "train_in_this_process", lambda recipe, name: names.append(name))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("Once upon a time.")
+    (tmp_path / "t").mkdir()
     recipe = Recipe("attnres-tiny", ("a.txt",), str(tmp_path / "out"), tokenizer="t", steps=8)
     (tmp_path / "mine.yaml").write_text(write_recipe(recipe))
     options_train.train(str(tmp_path / "mine.yaml"))

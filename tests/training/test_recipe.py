@@ -141,12 +141,6 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
             "`trainer.log_level` of the recipe is 'chatty', but must be one of detail, debug",
         ),
         (("trainer.include_num_input_tokens_seen=bad",), "is 'bad', but must be true, false, all, non_padding or no."),
-        (("trainer.torch_compile_mode=nosuch",), "is 'nosuch', but must be one of default, "),
-        (("trainer.torch_compile_backend=nosuch",), "is 'nosuch', but must be one of "),
-        (
-            ("trainer.activation_checkpointing_kwargs={reentrant: 3}",),
-            "has no `reentrant`. Did you mean `use_reentrant`?",
-        ),
         (("trainer.dataloader_persistent_workers=true",), "has no effect without `trainer.dataloader_num_workers`"),
         (("trainer.fsdp_config={version: 2}",), "has no effect without `trainer.fsdp`: give both or neither."),
         (
@@ -159,7 +153,8 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("retrofit={attn_res_gatd: true}",), "`retrofit` has no `attn_res_gatd`. Did you mean `attn_res_gated`?"),
         (("retrofit={residual: identity_hc, stream: 2}",), "`retrofit` has no `stream`. Did you mean `streams`?"),
         (("retrofit={residual: denseformer, scale: sum}",), "`retrofit` has no `scale`."),
-        (("retrofit={residual: [1]}",), "there is no residual connection [1]; there is 'attn_res', "),
+        (("retrofit={residual: [1]}",), "`residual` of the recipe's `retrofit` is [1], but must be one of attn_res, "),
+        (("retrofit={residual: densformer}",), "standard, multi_head, delta. Did you mean `denseformer`?"),
         (("lora={ranks: 2}",), "`lora` has no `ranks`. Did you mean `rank`?"),
         (("lora={r: 2}",), "`lora` has no `r`. There is rank, alpha, "),
         (("optimizer=sgd",), "`optimizer` of the recipe is 'sgd', but must be 'adamw' or 'muon'."),
@@ -174,7 +169,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         ),
         (("length=1",), "`length` of the recipe is 1, but must be at least 2"),
         (("warmup=100",), "`warmup` of the recipe is 100.0, but must be a share from 0 to 1."),
-        (("config={dtype: nope}",), "`config.dtype` of the recipe is 'nope', but must be auto or a type of PyTorch"),
+        (("config={dtype: nope}",), "`config.dtype` of the recipe is 'nope', but must be auto, bfloat16"),
         (("config={dtype",), "config={dtype is broken YAML: "),
         (("config={1: 2}",), "`config` of the recipe is {1: 2}, but must be a mapping of names to values."),
         (("model.a=1",), "`model` of the recipe is 'm', but must be a mapping"),
@@ -193,6 +188,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("out=[a, b]",), "`out` of the recipe is ['a', 'b'], but must be text"),
         (("train={a: b}",), "`train` of the recipe is {'a': 'b'}, but must be a list of names."),
         (("train=[null]",), "`train` of the recipe is None, but must be text"),
+        (("streaming=true", "steps=1"), "A stream has no end to take `held_out_sequences` from: give `held_out`."),
         (("chat=1",), "`chat` of the recipe is 1, but must be true or false."),
         (("learning_rate=true",), "`learning_rate` of the recipe is True, but must be a number."),
     ],
@@ -218,6 +214,12 @@ def test_values_of_the_trainer_are_read_as_its_fields_take_them():
         (
             {"fsdp": "full_shard"},
             "divides the model among processes, but this run was not launched as several: start it by `accelerate",
+        ),
+        ({"torch_compile_mode": "nosuch"}, "is 'nosuch', but must be one of default, "),
+        ({"torch_compile_backend": "nosuch"}, "is 'nosuch', but must be one of "),
+        (
+            {"activation_checkpointing_kwargs": {"reentrant": 3}},
+            "has no `reentrant`. Did you mean `use_reentrant`?",
         ),
         *(
             (
@@ -274,7 +276,7 @@ def test_settings_of_ddp_that_fail_in_the_backward_pass_are_refused(trainer, mes
 
 def test_a_stream_is_read_by_each_process_also_with_other_settings_of_accelerate():
     trainer = {"accelerator_config": {"non_blocking": True}}
-    recipe = Recipe("m", ("a",), "o", steps=1, streaming=True, trainer=trainer)
+    recipe = Recipe("m", ("a",), "o", steps=1, streaming=True, held_out=("b",), trainer=trainer)
     settings = arguments.prepare_arguments(recipe, PartialState(cpu=True), None).accelerator_config
     assert (settings.non_blocking, settings.dispatch_batches) == (True, False)
 

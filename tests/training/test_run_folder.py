@@ -55,10 +55,10 @@ def test_half_written_folders_of_a_killed_run_are_removed(tmp_path):
 
 def test_a_run_may_begin_in_a_folder_that_holds_only_a_lock(tmp_path):
     (tmp_path / LOCK).touch()
-    check_folder(tmp_path)
+    check_folder(tmp_path, recipe(tmp_path))
     (tmp_path / "notes.txt").touch()
     with pytest.raises(FileExistsError, match="holds other files"):
-        check_folder(tmp_path)
+        check_folder(tmp_path, recipe(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_a_model_among_other_files_is_refused_before_the_run_that_would_replace_
     (tmp_path / kind).mkdir()
     for name, text in files.items():
         (tmp_path / kind / name).write_text(text)
-    check_folder(tmp_path)
+    check_folder(tmp_path, recipe(tmp_path))
     (tmp_path / kind / "notes.md").write_text("mine")
     with pytest.raises(FileExistsError, match=f"{kind} holds notes.md, which is not part of an? {kind}"):
-        check_folder(tmp_path)
+        check_folder(tmp_path, recipe(tmp_path))
 
 
 @pytest.mark.parametrize("fields", [{"steps": 6}, {"steps": None, "tokens": 100}, {"epochs": 1.0}, {"seed": 1}])
@@ -105,7 +105,24 @@ def test_a_run_of_a_pipeline_resumes_with_another_pipeline_but_not_without_one(t
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     with pytest.raises(OSError) as caught, hold_folder(Path("/proc/x"), recipe(Path("/proc/x"))):
         pass
-    assert str(caught.value) == ("`out` cannot be written: /proc/x: No such file or directory. Choose another `out`.")
+    assert str(caught.value) == (
+        "`out` /proc/x of the recipe cannot be written (No such file or directory): choose another place."
+    )
+
+
+def test_a_run_that_is_refused_before_it_has_data_leaves_nothing_behind(tmp_path):
+    out = tmp_path / "new" / "out"
+    with pytest.raises(ValueError, match="too few"), hold_folder(out, recipe(out)):
+        assert (out / RECIPE).exists()
+        raise ValueError("too few tokens")
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(KeyboardInterrupt), hold_folder(out, recipe(out)):
+        check_data(out, {"train": "1"}, is_resumed=False)
+        raise KeyboardInterrupt
+    assert (out / RECIPE).exists()
+    with pytest.raises(ValueError), hold_folder(out, recipe(out)):
+        raise ValueError("a damaged checkpoint")
+    assert (out / RECIPE).exists()
 
 
 def digest(folder: Path, texts: list[str], tokenizer) -> str:
@@ -157,7 +174,7 @@ def test_a_folder_with_a_recipe_that_a_person_wrote_is_not_taken_for_a_run(tmp_p
     (tmp_path / RECIPE).write_text(f"# mine\nmodel: model\ntrain: [a.txt]\nout: {tmp_path}\nsteps: 8\n")
     (tmp_path / "model").mkdir()
     with pytest.raises(FileExistsError, match=r"holds other files\. Choose another `out`\."):
-        check_folder(tmp_path)
+        check_folder(tmp_path, recipe(tmp_path))
     assert (tmp_path / RECIPE).read_text().startswith("# mine")
 
 

@@ -75,6 +75,7 @@ def test_measurements_need_no_extra_and_figures_name_theirs(tmp_path):
 
 def test_inspect_names_the_missing_extra_before_it_loads_a_model(tmp_path):
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     start = "import sys; sys.modules['bokeh'] = None; sys.argv = ['attnres', 'inspect', 'model']\n"
     process = forks.run("-c", f"{start}from attnres.commands.main import main; main()", cwd=tmp_path)
     assert process.returncode == 1

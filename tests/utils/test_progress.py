@@ -107,6 +107,13 @@ def test_a_thread_prints_lines_during_one_long_call(monkeypatch):
     assert re.match(r"\d\d:\d\d:\d\d Comparing \[them\] \.\.\. 1 s so far\n", file.getvalue())
 
 
+def test_a_terminal_without_a_spinner_gets_the_message_at_once(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    file = io.StringIO()
+    with status(Console(file=file, force_terminal=True), "Comparing ..."):
+        assert file.getvalue().endswith(" Comparing ...\n")
+
+
 def test_a_quick_call_prints_nothing():
     file = io.StringIO()
     with status(Console(file=file), "Comparing ..."):
