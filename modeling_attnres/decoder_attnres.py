@@ -69,18 +69,37 @@ class ResidualDecoderLayer:
         for i, sublayer in enumerate(self.sublayers):
             _set_index(self._modules[f"{sublayer.name}_proj"], layer_idx * len(self.sublayers) + i)
 
-    def forward(self, hidden_states: DepthState, *, reader: "DepthReader | None" = None, **kwargs) -> DepthState:
-        """Run the layer's sublayers: each reads from the state, computes, and writes its output to the state.
+    def __call__(self, hidden_states: DepthState, **kwargs) -> DepthState:
+        """Call `forward` with each tensor of the state as an argument of its own.
+
+        PyTorch's full backward hooks and reentrant checkpointing see only tensors that are arguments themselves. In a
+        tuple, a hook would run before the layer's backward pass, and a gradient would be lost.
 
         Args:
             hidden_states: the depth state; backbones call their layers with this name.
+            kwargs: as in `forward`.
+        """
+        if isinstance(hidden_states, tuple):
+            return super().__call__(*hidden_states, is_tuple=True, **kwargs)
+        return super().__call__(hidden_states, **kwargs)
+
+    def forward(
+        self, *hidden_states: Any, is_tuple: bool = False, reader: "DepthReader | None" = None, **kwargs
+    ) -> DepthState:
+        """Run the layer's sublayers: each reads from the state, computes, and writes its output to the state.
+
+        Args:
+            hidden_states: the depth state, or each of its tensors.
+            is_tuple: whether the arguments are the tensors of a state.
             reader: the reader of this pass, made once by the decoder; `None` for a layer that is called alone.
             kwargs: arguments of the backbone's attention.
 
         Returns:
             The state; after the last layer the input `[batch, seq, hidden]` of the final norm.
         """
-        state, reader = hidden_states, reader or DepthReader()
+        state, reader = hidden_states if is_tuple else hidden_states[0], reader or DepthReader()
+        if reader.last is not None and self.layer_idx > reader.last:
+            return state  # the loops of some backbones, such as GPT-NeoX, run all layers
         # Not by `getattr`, which looks everywhere else first: in decoding, that is a good part of the time of a read.
         modules = self._modules
         if self.mixes_values:

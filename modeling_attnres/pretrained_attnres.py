@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.models.auto import modeling_auto
@@ -28,7 +27,7 @@ from .loading_attnres import (
     stored_fields,
     warn_of_change,
 )
-from .residual_attnres import DepthState, ResidualConnection, ResidualNorm, explain_source
+from .residual_attnres import ResidualConnection, ResidualNorm, explain_source
 from .saving_attnres import complete_save, saved_whole, stage_in
 from .value_residual_attnres import ValueResidual
 
@@ -141,14 +140,6 @@ class ResidualPreTrainedModel:
             module.reset_parameters()
         elif isinstance(module, ResidualNorm):
             init.ones_(module.weight)
-
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=checkpoint, **kwargs):
-        def checkpoint_layer(forward: partial, state: DepthState) -> DepthState:
-            if isinstance(state, tuple):  # reentrant checkpointing passes gradients only to positional tensors
-                return gradient_checkpointing_func(lambda *tensors: forward(tensors), *state)
-            return gradient_checkpointing_func(forward, state)
-
-        super()._set_gradient_checkpointing(enable, checkpoint_layer, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):

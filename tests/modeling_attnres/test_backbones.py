@@ -217,7 +217,7 @@ def test_a_misspelt_argument_of_generate_is_refused(backbones, case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["llama", "olmo2", "gemma3_text", "granite", "mixtral"])
+@pytest.mark.parametrize("case", FORMS)
 def test_the_first_layers_can_draft_tokens_that_the_whole_model_verifies(backbones, case):
     """For a draft, `transformers` runs fewer layers by a smaller `num_hidden_layers` in the configuration."""
     if case in ("gemma3_text", "mixtral") and release < Version("5.19"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import cpu_offload
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnres
@@ -96,6 +97,33 @@ def test_the_code_beside_the_weights_gives_the_same_without_the_package(backbone
         with torch.no_grad():
             again = AutoModelForCausalLM.from_pretrained(folder / name / "again")(token_ids).logits
         assert torch.equal(again, expected.logits)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("value_residual", [None, "half"])
+@pytest.mark.parametrize("connection", attnres.CONNECTIONS)
+def test_checkpointing_gives_the_same_gradients_of_adapters_that_follow_layers_by_hooks(
+    backbones, connection, value_residual, use_reentrant
+):
+    """PEFT's aLoRA removes its hooks in a full backward hook of each layer, which must run after its backward pass."""
+    token_ids, found = backbones.token_ids(), []
+    for checkpointing in (False, True):
+        model = build(backbones, "llama", connection, value_residual=value_residual).train()
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            target_modules=["q_proj", "v_proj"],
+            alora_invocation_tokens=token_ids[0, 4:6].tolist(),
+            init_lora_weights=False,  # otherwise half of the gradients are zero
+        )
+        torch.manual_seed(0)
+        model = get_peft_model(model, config)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()  # else the first layer has no input with a gradient
+        found.append(gradients(model, token_ids))
+    plain, checkpointed = found
+    assert all(gradient.any() for gradient in plain.values())
+    assert_same_gradients(checkpointed, plain, 1e-5)
 
 
 @every_model
