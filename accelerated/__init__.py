@@ -22,7 +22,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {"numba": numba.IMPLEMENTATION, **t
 
 def register(interface: MutableMapping) -> None:
     """Add all implementations, and an `auto` that chooses among them, to the models' mapping `DEPTH_ATTENTION`."""
-    registration.register(interface, IMPLEMENTATIONS, triton.direct_of_auto())
+    registration.register(interface, IMPLEMENTATIONS, IMPLEMENTATIONS["triton"].direct)
 
 
 def inference_plan(model: nn.Module, connection: type[nn.Module], key_norm: type[nn.Module]) -> InferencePlan | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnres.accelerated import IMPLEMENTATIONS
-from attnres.accelerated.triton import LIBRARIES, kernels_available, phase_one, read_fused
+from attnres.accelerated.triton import kernels_available, phase_one, read_fused
 from attnres.functional_attnres import DEPTH_ATTENTION, reference
 
 from .clock import Clock
@@ -17,6 +17,7 @@ from .clock import Clock
 EPS = 1e-6
 # Sources, tokens, width.
 CASES = [(1, 37, 64), (2, 512, 1024), (5, 37, 1000), (9, 512, 2048), (17, 64, 4096), (64, 5, 8192)]
+LIBRARIES = ["fla"]
 QUICK = [(1, 5, 8), (3, 7, 64)]
 LEAST_SCALE = 0.2
 DTYPES = ("float32", "bfloat16", "float16")

@@ -27,6 +27,7 @@ from .report import cell, make_table, verdict
 from .timing import Setting, Ways, compare, interleave
 
 FLOOR, OURS, IN_MODEL = "floor", "ours", "ours in a model"
+FLA_BY_NAME = "fla by name"  # flash-linear-attention as an implementation of this package
 PASSES = ("forward", "forward+backward", "reads in turn", "read and norm")
 APART, TOGETHER = "apart", "together"  # the read and the norm that follows
 TARGET = 1.5  # of ours / floor
@@ -100,15 +101,12 @@ def load() -> tuple[dict[str, Peer], dict[str, str]]:
     functions, missing = {FLOOR: floor, OURS: ours, IN_MODEL: partial(in_model, "triton")}, {}
     for name, load_library in LIBRARIES.items():
         try:
-            functions |= {name: load_library(), by_name(name): partial(in_model, name)}
+            functions[name] = load_library()
         except Exception as error:  # it is not installed, or does not load beside these versions
             missing[name] = f"{str(error).splitlines()[0]} ({INSTALL[name]})"
+    if "fla" in functions:
+        functions[FLA_BY_NAME] = partial(in_model, "fla")
     return functions, missing
-
-
-def by_name(library: str) -> str:
-    """Return the name of the way that calls a library as an implementation of this package."""
-    return f"{library} by name"
 
 
 def ways(functions: dict[str, Callable], n: int, dtype: torch.dtype, name: str) -> Ways:
@@ -164,7 +162,7 @@ def measure(setting: Setting) -> Iterator[dict]:
     pairs = {f"{name} / {FLOOR}": (name, FLOOR) for name in (OURS, IN_MODEL)}
     pairs |= {f"{name} / {OURS}": (name, OURS) for name in LIBRARIES}
     pairs[f"{APART} / {TOGETHER}"] = APART, TOGETHER
-    pairs |= {f"{way} / {IN_MODEL}": (way, IN_MODEL) for name in LIBRARIES for way in (name, by_name(name))}
+    pairs |= {f"{way} / {IN_MODEL}": (way, IN_MODEL) for way in (*LIBRARIES, FLA_BY_NAME)}
     versions = {name: version(name) for name, peer in (("triton", OURS), ("liger-kernel", "liger"), ("fla-core", "fla"))
                 if peer in functions}  # fmt: skip
     for dtype in ("float32", "bfloat16"):
@@ -196,10 +194,9 @@ def tables(rows: list[dict]) -> dict[str, Table]:
             alone.append([*line, cell(row, in_model), *_libraries(row, OURS)])
             continue
         line = [row["dtype"], row["sources"], cell(row, in_model), *_libraries(row, IN_MODEL)]
-        in_turn.append([*line, *(cell(row, f"{by_name(name)} / {IN_MODEL}") for name in LIBRARIES)])
+        in_turn.append([*line, cell(row, f"{FLA_BY_NAME} / {IN_MODEL}")])
     columns = ["pass", "dtype", "sources", single, "target", in_model, *_library_columns(OURS)]
-    columns_in_turn = ["dtype", "sources", in_model, *_library_columns(IN_MODEL)]
-    columns_in_turn += [f"{by_name(name)} / {IN_MODEL}" for name in LIBRARIES]
+    columns_in_turn = ["dtype", "sources", in_model, *_library_columns(IN_MODEL), f"{FLA_BY_NAME} / {IN_MODEL}"]
     title = "Host time of one aggregation on a GPU, launches left out"
     title_in_turn = f"Host time of {READS} reads in turn and their backward pass, launches left out"
     return {

@@ -47,7 +47,9 @@ def fast_attnres(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tens
 
     It takes no norm weight, so the weight is multiplied into the query, which is rounded to bfloat16. It takes the
     sources without stacking them, and sums the query's gradient in a fixed order. It tunes its kernels for each width
-    and each number of sources, at the first call. `attnres.accelerated.triton.fast_attnres` says how to install it.
+    and each number of sources, at the first call. The package has
+    the import name of this one: install it by `pip install --no-deps --target fast_attnres fast-attnres` in a folder of
+    Python's path.
     """
     from fast_attnres.attnres import attnres
 

@@ -1,4 +1,4 @@
-"""Measure the parts, print their tables and store their results, for `python -m benchmarks` and `attnres bench`."""
+"""Measure the parts, print their tables and store their results, for `python -m benchmarks`."""
 
 import json
 import tempfile
@@ -75,7 +75,7 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
                 rows.append(row)
                 # Not by `rich`, which writes a line again if a signal comes while it writes.
                 print(_line(row), flush=True)
-        except BaseException as error:  # signals too, which the command turns into KeyboardInterrupt and SystemExit
+        except BaseException as error:  # signals too, as KeyboardInterrupt and SystemExit
             if isinstance(error, ModuleNotFoundError) and not rows and len(parts) > 1:
                 console.print(f"{name} is left out: {error}")
                 continue

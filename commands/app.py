@@ -10,7 +10,6 @@ import typer
 
 from attnres import __version__
 
-from .bench import bench
 from .choices import Command, CommandGroup, Debug
 from .listing import list_names
 from .options_convert import convert
@@ -64,5 +63,4 @@ app.command("eval", cls=Command)(evaluate)
 app.command(cls=Command, short_help="Show how a model uses its depth, as a page with figures.")(inspect)
 app.command(cls=Command, short_help="Publish a model on the Hub, with a card.")(push)
 app.command(cls=Command, short_help="Plan how to divide a model among devices.")(plan)
-app.command(cls=Command)(bench)
 app.command("list", cls=Command, short_help="List the names that you can give to commands.")(list_names)

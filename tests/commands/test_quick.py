@@ -336,7 +336,7 @@ def test_configurations_are_listed_with_all_parameters_and_those_per_token():
 
 def test_every_help_has_an_example():
     runner = CliRunner()
-    for command in ("list", "convert", "eval", "train", "bench"):
+    for command in ("list", "convert", "eval", "train"):
         help_text = runner.invoke(app, [command, "--help"]).stdout
         assert f"\n  attnres {command} " in help_text, command
 

@@ -206,7 +206,7 @@ def mixed(once, models, run) -> dict:
 
 
 def test_remote_code_finds_the_installed_implementations(mixed):
-    assert mixed["implementations"] == [["auto", "eager", "numba", "fla", "liger", "fast-attnres", "triton"]] * 2
+    assert mixed["implementations"] == [["auto", "eager", "numba", "fla", "triton"]] * 2
 
 
 def test_remote_code_and_the_installed_package_live_side_by_side(mixed, model, ids):

@@ -1,21 +1,16 @@
-"""`attnres bench` prints tables, stores results, and reports errors in one line."""
+"""`python -m benchmarks` prints tables, stores results, and keeps the rows of a run that is stopped."""
 
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from typer.testing import CliRunner
 
 from attnres import CONNECTIONS
-from attnres.commands import app, bench
 from attnres.commands import connections as listed
-from benchmarks import connections
-from benchmarks.run import PARTS
+from benchmarks import command, connections
 
 from .. import forks
 
@@ -35,10 +30,8 @@ FIELDS = {
 TIMED = {"ratios", "processor_ratios", "seconds"}
 
 
-def run_bench(
-    *arguments: str, cwd: Path, command: tuple[str, ...] = ("-m", "attnres_cli", "bench")
-) -> subprocess.CompletedProcess:
-    return forks.run(*command, *arguments, cwd=cwd)
+def run_bench(*arguments: object) -> subprocess.CompletedProcess:
+    return forks.run("-m", "benchmarks", *arguments, cwd=ROOT)
 
 
 def test_every_connection_is_measured():
@@ -58,14 +51,10 @@ def test_the_list_of_connections_has_the_times_that_were_measured():
     }
 
 
-def test_every_part_is_an_option():
-    assert [part.value for part in bench.BenchPart] == list(PARTS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", FIELDS)
 def test_a_part_prints_its_tables_and_stores_their_numbers(part, tmp_path):
-    done = run_bench("--only", part, *QUICK, "--out", "out", cwd=tmp_path)
+    done = run_bench("--only", part, *QUICK, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "median [quartiles]" in done.stdout.splitlines()[0]
     stored = json.loads((tmp_path / "out" / f"{part}.json").read_text())
@@ -91,7 +80,7 @@ def test_a_part_prints_its_tables_and_stores_their_numbers(part, tmp_path):
 
 @pytest.mark.slow
 def test_the_memory_of_a_training_step_is_stored_for_every_connection(tmp_path):
-    done = run_bench("--only", "memory", *QUICK, "--out", "out", cwd=tmp_path)
+    done = run_bench("--only", "memory", *QUICK, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "out" / "memory.json").read_text())["rows"]
     assert [(row["model"], row["connection"]) for row in rows] == [
@@ -104,15 +93,15 @@ def test_the_memory_of_a_training_step_is_stored_for_every_connection(tmp_path):
 
 
 def test_the_help_of_the_folder_names_its_command():
-    done = run_bench("--help", cwd=ROOT, command=("-m", "benchmarks"))
-    assert done.stdout.startswith("Usage: python -m benchmarks [OPTIONS]\n")
+    done = run_bench("--help")
+    assert done.stdout.startswith("usage: python -m benchmarks ")
 
 
 @pytest.mark.slow
 def test_the_folder_runs_as_a_module_and_a_quick_run_writes_nothing():
     results = ROOT / "benchmarks" / "results"
     before = {path: path.stat().st_mtime_ns for path in [*results.iterdir(), ROOT / "benchmarks" / "README.md"]}
-    done = run_bench("--only", "kda", *QUICK, cwd=ROOT, command=("-m", "benchmarks"))
+    done = run_bench("--only", "kda", *QUICK)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Delta attention" in done.stdout
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -121,8 +110,8 @@ def test_the_folder_runs_as_a_module_and_a_quick_run_writes_nothing():
 
 @pytest.mark.slow
 def test_a_terminated_run_leaves_whole_files_only(tmp_path):
-    command = ("-m", "attnres_cli", "bench", *QUICK, "--out", "out", "--only", "kda", "--only", "scaling")
-    with forks.start(*command, cwd=tmp_path) as process:
+    arguments = ("-m", "benchmarks", *QUICK, "--out", tmp_path / "out", "--only", "kda", "--only", "scaling")
+    with forks.start(*arguments, cwd=ROOT) as process:
         deadline = time.monotonic() + 300
         while not (tmp_path / "out" / "kda.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -137,8 +126,8 @@ def test_a_terminated_run_leaves_whole_files_only(tmp_path):
 
 @pytest.mark.slow
 def test_rows_are_printed_as_they_are_measured_and_kept_when_the_run_is_interrupted(tmp_path):
-    command = ("-m", "attnres_cli", "bench", "--only", "models", "--quick", "--out", "out")
-    with forks.start(*command, cwd=tmp_path) as process:
+    arguments = ("-m", "benchmarks", "--only", "models", "--quick", "--out", tmp_path / "out")
+    with forks.start(*arguments, cwd=ROOT) as process:
         first = next(line for line in process.stdout if line.startswith("Llama, float32, prefill, Block S=4"))
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
@@ -151,36 +140,9 @@ def test_rows_are_printed_as_they_are_measured_and_kept_when_the_run_is_interrup
     assert f"Rows measured so far: {len(rows)}, stored in" in lines[-1]
 
 
-def test_without_a_checkout_one_line_names_the_need(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site-packages" / "attnres" / "commands" / "app.py"))
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).resolve() != ROOT])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
-        monkeypatch.delitem(sys.modules, name)
-    error = CliRunner().invoke(app.app, ["bench"]).exception
-    assert isinstance(error, RuntimeError)
-    assert str(error).startswith("attnres bench needs a checkout of the repository")
-    assert "\n" not in str(error)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_reported():
-    result = CliRunner().invoke(app.app, ["bench", "--device", "cuda"])
-    assert result.exit_code == 1
-    assert "no GPU" in result.stderr
-
-
-def test_the_device_cuda_runs_the_benchmark_of_gpus(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr("benchmarks.gpu.run_gpu", lambda parts, out, quick: seen.append((parts, out, quick)) or 1)
-    result = CliRunner().invoke(app.app, ["bench", "--device", "cuda", "--quick", "--out", str(tmp_path)])
-    assert (result.exit_code, seen) == (1, [(None, tmp_path, True)])
-    result = CliRunner().invoke(app.app, ["bench", "--device", "cuda", "--threads", "2"])
-    assert result.exit_code == 2
-    assert "--threads and --device cuda exclude each other" in result.stderr
-
-
 @pytest.mark.parametrize("arguments", [("--only", "nothing"), ("--repeats", "0"), ("--threads", "none")])
-def test_wrong_usage_exits_with_status_two_before_any_measurement(arguments):
-    result = CliRunner().invoke(app.app, ["bench", *arguments])
-    assert result.exit_code == 2
-    assert arguments[0] in result.stderr
+def test_wrong_usage_exits_with_status_two_before_any_measurement(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        command.main([*arguments])
+    assert exit.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
