@@ -27,7 +27,7 @@ class Listed(StrEnum):
 
 
 # The names in `attnres.DEPTH_ATTENTION`, whose import takes seconds; a test compares them.
-IMPLEMENTATIONS = ("auto", "eager", "numba", "fla", "liger", "fast-attnres", "triton")
+IMPLEMENTATIONS = ("auto", "eager", "numba", "fla", "triton")
 
 HEADINGS = {
     Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME), with their "
