@@ -28,8 +28,8 @@ from .documents_attnres import (
     shape_of,
 )
 
-# The name of the cache among the arguments, which `transformers` 5.24 changed.
-_CACHE = "cache" if "cache" in signature(KimiLinearModel.forward).parameters else "past_key_values"
+# The name of the cache among a model's arguments, which `transformers` 5.24 changed.
+CACHE_NAME = "cache" if "cache" in signature(KimiLinearModel.forward).parameters else "past_key_values"
 # Name of an attribute that this file sets on a cache: `[batch, tokens]`, false for padding, which the cache itself does
 # not mark. As an attribute, it stays with the cache when that is copied or saved.
 _REAL = "attnres_real_tokens"
@@ -158,7 +158,7 @@ def _note_padding(
             return arguments
         # This is the cache that `transformers` would make.
         cache = DynamicCache(config=config)
-        arguments = arguments | {_CACHE: cache}
+        arguments = arguments | {CACHE_NAME: cache}
     before = is_real.new_ones(is_real.shape[0], seen) if was_real is None else was_real
     setattr(cache, _REAL, torch.cat((before, is_real), 1))
     return arguments

@@ -7,6 +7,7 @@ adapter. PEFT would freeze them, like every weight that is not a target, unless 
 """
 
 import re
+import warnings
 from collections.abc import Collection
 
 import torch
@@ -105,7 +106,10 @@ def add_adapters(
         modules_to_save=peft_modules_to_save(model) or None,
         **options,
     )
-    adapted = get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # PEFT 0.21 reads a property by the name that `transformers` has deprecated.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        adapted = get_peft_model(model, config)
     # PEFT keeps only LoRA's tensors in float32. In 16 bits small steps of a pseudo-query would be lost.
     for tensor in residual_tensors(adapted).values():
         if tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16):

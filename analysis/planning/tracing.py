@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from attnres import ResidualConfig
 from attnres.decoder_attnres import DepthReader
+from attnres.padding_attnres import CACHE_NAME
 from attnres.utils.quiet import quiet_transformers
 
 from .building import Batch, build, without_data
@@ -219,7 +220,8 @@ def _trace_inference(model: PreTrainedModel, batch: Batch) -> Trace:
     """Trace a pass of the whole model that fills a cache."""
     cache = DynamicCache(config=model.config)
     if batch.past:
-        model(input_ids=torch.zeros(batch.rows, batch.past, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+        past = torch.zeros(batch.rows, batch.past, dtype=torch.long)
+        model(input_ids=past, logits_to_keep=1, **{CACHE_NAME: cache})
     states, starts, peaks = [], [], []
     live = LiveBytes()
     layers = model.base_model.layers
@@ -242,7 +244,7 @@ def _trace_inference(model: PreTrainedModel, batch: Batch) -> Trace:
     live.count(tensor for layer in cache.layers for tensor in _cached(layer))
     with live:
         ids = torch.zeros(batch.rows, batch.length, dtype=torch.long)
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
         head = live.peak - live.now
     identities = _identities(states)
     sizes = [storage_bytes(_cached(layer)) for layer in cache.layers]

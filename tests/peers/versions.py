@@ -1,8 +1,12 @@
-"""Run tests of the model and of the conversion with other releases of `transformers` than that of constraints.txt.
+"""Run tests with other releases of `transformers` and PyTorch than those of constraints.txt.
 
-    python tests/peers/versions.py [VERSION ...]
+    python tests/peers/versions.py [VERSION | newest ...]
 
-Each release lies in an environment of its own, over the one that runs this. Exit status 1: a test failed with one.
+A version is one of `transformers`, with which tests of the model and of the conversion run. `newest` is what a plain
+`pip install` takes: the newest PyTorch and `transformers`, with Triton beside them. All fast tests run with it.
+
+Each release lies in an environment of its own, over the one that runs this. It stays as it was made: remove
+`.peer-newest` to get later releases. Exit status 1: a test failed with one.
 """
 
 import os
@@ -17,6 +21,7 @@ from environments import ROOT, environment
 # The oldest that has Kimi Linear, with the newest huggingface-hub that it takes; the newest that vLLM takes; and the
 # newest, which `pip install` takes.
 RELEASES = {"5.17.0": ("huggingface-hub==1.33.0",), "5.19.0": (), "5.24.0": ()}
+NEWEST = "newest"
 # What works with the release of constraints.txt can break where the family stands on what `transformers` does by
 # itself: its loading, remote code, recorded outputs and caches. Left out is what is the family's own: equations,
 # kernels, and the files of `convert`.
@@ -78,7 +83,16 @@ TESTS = {
 
 def make_environment(release: str) -> Path:
     """Make the environment of a release, and return the path of its Python."""
+    if release == NEWEST:
+        return environment(NEWEST, "--upgrade", "torch", "transformers", "triton")
     return environment(f"transformers-{release}", f"transformers=={release}", *RELEASES.get(release, ()))
+
+
+def choose_tests(release: str) -> list[str | Path]:
+    """Return the arguments of pytest that choose the tests for a release."""
+    if release == NEWEST:
+        return ["-m", "not slow", ROOT / "tests"]
+    return [ROOT / "tests" / name for name in TESTS.get(release, FOLDERS)]
 
 
 def main(releases: list[str]) -> int:
@@ -88,13 +102,12 @@ def main(releases: list[str]) -> int:
     for release, python in pythons.items():
         started = time.monotonic()
         command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "worksteal"]
-        tests = [ROOT / "tests" / name for name in TESTS.get(release, FOLDERS)]
-        done = subprocess.run([*command, *tests], cwd=ROOT, env=os.environ)
-        print(f"transformers {release}: exit status {done.returncode}, {time.monotonic() - started:.0f} s", flush=True)
+        done = subprocess.run([*command, *choose_tests(release)], cwd=ROOT, env=os.environ)
+        print(f"{release}: exit status {done.returncode}, {time.monotonic() - started:.0f} s", flush=True)
         if done.returncode:
             failed.append(release)
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:] or list(RELEASES)))
+    sys.exit(main(sys.argv[1:] or [*RELEASES, NEWEST]))

@@ -162,6 +162,11 @@ def test_only_adapters_and_attn_res_tensors_are_trained(base, name):
     assert {n for n, p in adapted.get_base_model().named_parameters() if p.requires_grad} == set(trained)
 
 
+def test_adapters_are_added_without_a_warning_of_the_names_that_peft_reads(base):
+    with warnings.catch_warnings(action="error"):
+        add_adapters(load_base(base("attnres_llama")), rank=4)
+
+
 def test_a_linear_router_has_no_adapter_and_a_standard_model_can_be_adapted_too(base):
     model = load_base(base("attnres_mixtral"))
     for layer in model.model.layers:
