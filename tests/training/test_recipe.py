@@ -188,7 +188,6 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("lora={dropout: .nan}",), "`dropout` of the adapters is nan, but must be a share"),
         (("lora={targets: []}",), "`targets` of the adapters is [], but must be a list of names."),
         (("lora={expert_rank: 1.5}",), "`expert_rank` of the adapters is 1.5, but must be a whole number"),
-        (("column=on",), "`column` of the recipe is True, but must be text: put it in quotes."),
         (("column=null",), "`column` of the recipe is None, but must be text"),
         (("out=[a, b]",), "`out` of the recipe is ['a', 'b'], but must be text"),
         (("train={a: b}",), "`train` of the recipe is {'a': 'b'}, but must be a list of names."),
@@ -394,3 +393,16 @@ def test_missing_keys_and_files_are_named():
         FileNotFoundError, match=r"no file pretrian, and no recipe of that name. The recipes are finetune, heal"
     ):
         read_recipe("pretrian")
+
+
+@pytest.mark.parametrize("text", ["on", "no", "007", "3.10", "1e3", "1_000", "0x1F", "2026-01-31"])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_names_are_taken_as_they_are_written(text, in_file, tmp_path):
+    """YAML reads these as booleans, numbers or a date."""
+    lines = [f"{name}={text}" for name in ("model", "out", "column", "tokenizer")] + [f"train=[{text}, b.txt]"]
+    path = tmp_path / "recipe.yaml"
+    path.write_text("steps: 3\n" + "".join(line.replace("=", ": ", 1) + "\n" for line in lines if in_file))
+    recipe = read_recipe(path, [] if in_file else lines)
+    assert {recipe.model, recipe.out, recipe.column, recipe.tokenizer} == {text}
+    assert recipe.train == (text, "b.txt")
+    assert read_recipe(path, ["steps=4", *lines, "tokenizer=null"]).tokenizer is None
