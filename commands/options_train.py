@@ -46,7 +46,7 @@ def train(
         checked = read_recipe(recipe, changes or ())
     except (FileNotFoundError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    check_folder(Path(checked.out))
+    check_folder(Path(checked.out), checked)
     if checked.model not in configuration_names():
         check_source(checked.model, configuration_names())
     with loading():

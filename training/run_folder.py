@@ -9,12 +9,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from attnres.utils.errors import why_not_written
 from attnres.utils.files import atomic_write, check_replaceable, locked
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 
-from .recipe import Recipe, read_recipe, write_recipe
+from .recipe import RUN_LENGTHS, Recipe, read_recipe, write_recipe
 
 RECIPE, RESULTS, DATA, LOCK = "recipe.yaml", "results.json", "data.json", ".lock"
 MODEL, ADAPTER = "model", "adapter"
@@ -23,20 +24,29 @@ COMMIT = "commit "  # the beginning of the text by which `data.json` identifies 
 START = ".start"  # the folder of a whole model that is about to be divided
 # Folders that a killed run may leave half-written, the second of them by `atomic_directory`.
 HALF_WRITTEN = (f"{PARTIAL}*", ".*.partial", START)
-# Settings that may change when a run is resumed.
-MAY_CHANGE = ("log_every", "save_every", "keep", "micro_batch_size")
+_OTHER_OUT = "Choose another `out`."
+# Settings that may change when a run is resumed. `continue_run` checks the length.
+MAY_CHANGE = ("log_every", "save_every", "keep", "micro_batch_size", *RUN_LENGTHS)
 
 
-def check_folder(out: Path) -> None:
+def check_folder(out: Path, recipe: Recipe | None = None) -> None:
     """Raise if no run can begin or resume in `out`.
 
+    Args:
+        out: The folder.
+        recipe: The recipe of the run. Without it, a finished run is refused, whatever its length.
+
     Raises:
-        FileExistsError: `out` is a file, or holds a finished run or other files; or its `model` or `adapter`, which the
-            run replaces at its end, does.
+        FileExistsError: `out` is a file, or holds a finished run of this length or other files; or its `model` or
+            `adapter`, which the run replaces at its end, does.
         ValueError: The recipe in `out` is damaged.
     """
     if (out / RESULTS).exists():
-        raise FileExistsError(f"{out} holds a finished run. Choose another `out`.")
+        if not any(out.glob("checkpoint-*")):
+            raise FileExistsError(f"{out} holds a finished run, without a checkpoint to go on from. {_OTHER_OUT}")
+        before = _read_run_recipe(out)
+        if recipe is None or all(getattr(recipe, name) == getattr(before, name) for name in RUN_LENGTHS):
+            raise FileExistsError(f"{out} holds a finished run. Give more `steps` to go on with it, or another `out`.")
     if out.exists() and not out.is_dir():
         raise FileExistsError(f"{out} is a file. Choose another `out`.")
     if out.exists() and {path.name for path in out.iterdir()} - {LOCK} and not _is_run_folder(out):
@@ -83,7 +93,7 @@ def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
         ValueError: The recipe in `out` is damaged.
         OSError: `out` cannot be made or written.
     """
-    check_folder(out)
+    check_folder(out, recipe)
     with ExitStack() as lock:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -107,19 +117,59 @@ def _claim(out: Path, recipe: Recipe) -> None:
     # Here, since the command line calls `check_folder` before it imports PyTorch.
     from transformers.trainer_utils import get_last_checkpoint
 
-    check_folder(out)  # again, since another process may have used the folder before this one locked it
+    check_folder(out, recipe)  # again, since another process may have used the folder before this one locked it
     if (out / RECIPE).exists() and get_last_checkpoint(str(out)):
         before = _read_run_recipe(out)
         may_change = MAY_CHANGE
         if None not in (before.pipeline, recipe.pipeline):
             may_change += ("pipeline",)  # a checkpoint of a pipeline can be resumed with another number of stages
-        names = (name for name in vars(recipe) if name not in may_change)
-        if name := next((name for name in names if getattr(before, name) != getattr(recipe, name)), None):
+        changed = [
+            f"{name} {_show(old)}, not {_show(new)}"
+            for name, new in vars(recipe).items()
+            if name not in may_change and (old := getattr(before, name)) != new
+        ]
+        if changed:
             raise FileExistsError(
-                f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
-                "Choose another `out`, or resume with the recipe as it was."
+                f"{out} holds a run with {'; '.join(changed)}. Choose another `out`, or resume with the recipe as it "
+                "was."
             )
+    if not (out / RESULTS).exists():  # else `continue_run` writes it
+        atomic_write(out / RECIPE, write_recipe(recipe))
+
+
+def _show(value: Any) -> str:
+    """Return a value of a recipe for a message, `default` for a key that was not given."""
+    return repr(value) if value or value in (0, False) else "default"
+
+
+def continue_run(out: Path, recipe: Recipe, checkpoint: Path, steps: int) -> str:
+    """Check the length of a run that resumes, and record its recipe. A finished run counts as stopped from now on.
+
+    Args:
+        out: The folder of the run.
+        recipe: The recipe of the run.
+        checkpoint: The checkpoint that the run resumes from.
+        steps: The number of steps of the run.
+
+    Returns:
+        A line that says where the run resumes and, if its length has changed, how long it was and is.
+
+    Raises:
+        FileExistsError: The run has made so many steps already.
+    """
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    made, before = state["global_step"], state["max_steps"]
+    # A shorter run may end at its last checkpoint, but a finished one has ended.
+    least = before + 1 if (out / RESULTS).exists() else made
+    if steps < least:
+        raise FileExistsError(
+            f"{out} holds a run of {before} steps that has made {max(made, least - 1)}, but the recipe asks for "
+            f"{steps}: give `steps` of at least {least}, or another `out`."
+        )
+    (out / RESULTS).unlink(missing_ok=True)
     atomic_write(out / RECIPE, write_recipe(recipe))
+    changed = f" The run has {steps} steps instead of {before}, and its schedule is that of {steps}."
+    return f"Resuming from {checkpoint}.{changed if steps != before else ''}"
 
 
 def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
@@ -160,4 +210,4 @@ def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
     atomic_write(path, json.dumps(digests, indent=2) + "\n")
 
 
-__all__ = ["ADAPTER", "DATA", "MODEL", "RECIPE", "RESULTS", "check_data", "check_folder", "hold_folder"]
+__all__ = ["ADAPTER", "DATA", "MODEL", "RECIPE", "RESULTS", "check_data", "check_folder", "continue_run", "hold_folder"]

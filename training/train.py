@@ -47,7 +47,7 @@ from .prepare import (
 )
 from .recipe import Recipe
 from .report import collect_results, describe_results, write_run
-from .run_folder import check_data, hold_folder
+from .run_folder import check_data, continue_run, hold_folder
 from .trainer import AttnResTrainer
 from .waiting import explained_timeouts, first_process_first, wait_limit
 
@@ -65,8 +65,8 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
         The content of `results.json`.
 
     Raises:
-        FileExistsError: `out` is in use, or holds a finished run, a run with another recipe or other data, or other
-            files.
+        FileExistsError: `out` is in use, or holds a finished run of this length, a run with another recipe or other
+            data, or other files.
         FloatingPointError: The loss is not finite.
         OSError, ValueError: A model, data set or value cannot be used, or a checkpoint cannot be written.
         RuntimeError: The model cannot be divided on this machine as the settings require, or another process does not
@@ -122,9 +122,11 @@ def _train_in_folder(
         tokenizer = prepare_tokenizer(recipe)
         check_model_config(recipe, name, tokenizer)
         train, held_out, digests = prepare_data(recipe, tokenizer)
+        set_steps(arguments, recipe, train)
         if state.is_main_process:
             check_data(out, digests | identify_model(recipe), is_resumed=checkpoint is not None)
-    set_steps(arguments, recipe, train)
+            if checkpoint is not None:
+                resuming = continue_run(out, recipe, Path(checkpoint), arguments.max_steps)
 
     with quiet_transformers():
         model = prepare_model(recipe, tokenizer, division, checkpoint)
@@ -149,7 +151,7 @@ def _train_in_folder(
                 lines = describe_run(*described, describe_division(trainer, division))
             print("\n".join(lines), flush=True)
             if checkpoint:
-                print(f"Resuming from {checkpoint}.", flush=True)
+                print(resuming, flush=True)
         try:
             with contextlib.closing(display):
                 trainer.train(resume_from_checkpoint=checkpoint)
