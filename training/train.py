@@ -25,6 +25,7 @@ from attnres.utils.wording import counted
 
 from .arguments import prepare_arguments, set_steps
 from .checkpoints import check_best, check_checkpoint
+from .disk_space import check_disk
 from .display import Display, describe_run
 from .division import (
     allow_tensor_parallel_on_cpus,
@@ -144,6 +145,7 @@ def _train_in_folder(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(display)
         if state.is_main_process:
+            check_disk(trainer, recipe, 0 if checkpoint is None else int(checkpoint.rpartition("-")[2]))
             described = recipe, model, train, held_out, arguments.device
             if settings is not None:
                 lines = describe_run(*described, describe_pipeline(trainer.pipeline), trainer.total_parameters)
