@@ -1,6 +1,5 @@
 """Translate a recipe into the arguments of `transformers.Trainer`."""
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,6 @@ from attnres.utils.wording import counted
 
 from .pipeline_settings import count_replicas, read_settings
 from .recipe import Recipe
-from .trainer_fields import CHECKPOINTING
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -56,7 +54,7 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
             f"{'`pipeline`' if pipeline else '`tp_size` of `distributed`'}, where several processes compute the same "
             "batch: `Trainer` would divide the loss by too few labels. Leave it out."
         )
-    _check_for_processes(recipe, state, accumulated)
+    _check_for_processes(recipe, state)
     # The recipe may override these.
     defaults = {
         "eval_strategy": "steps",
@@ -90,7 +88,6 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"`trainer` of the recipe: {error}") from error
     _check_loading(arguments.accelerator_config)
-    _check_checkpointing(arguments, state)
     if recipe.streaming:
         # Each process reads the whole stream. By default one reads it and joins what it sends, which must be tensors.
         arguments.accelerator_config.dispatch_batches = False
@@ -99,32 +96,15 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     return arguments
 
 
-def _check_for_processes(recipe: Recipe, state: PartialState, accumulated: int) -> None:
+def _check_for_processes(recipe: Recipe, state: PartialState) -> None:
     """Raise ValueError if a field of the trainer does not work with the processes of the run or their devices."""
-    trainer, is_ddp = recipe.trainer, state.num_processes > 1
+    trainer = recipe.trainer
     if trainer.get("fp16") and state.device.type == "cpu":
         raise ValueError("`trainer.fp16` of the recipe has no effect on a CPU: leave it out, or use `trainer.bf16`.")
     if trainer.get("fsdp") and state.distributed_type == DistributedType.NO:
         raise ValueError(
             "`trainer.fsdp` of the recipe divides the model among processes, but this run was not launched as several: "
             "start it by `accelerate launch`, or leave it out."
-        )
-    if trainer.get("deepspeed") and find_spec("deepspeed") is None:
-        raise ValueError("`trainer.deepspeed` of the recipe needs the package deepspeed: `pip install deepspeed`.")
-    if trainer.get("ddp_static_graph") and is_ddp and accumulated > 1:
-        raise ValueError(
-            f"`trainer.ddp_static_graph` of the recipe does not work with accumulated gradients, of {accumulated} "
-            "batches here: leave it out, or raise `micro_batch_size`."
-        )
-
-
-def _check_checkpointing(arguments: TrainingArguments, state: PartialState) -> None:
-    """Raise ValueError if recomputation does not work with the settings of DDP."""
-    options = next(filter(None, (getattr(arguments, name, None) for name in CHECKPOINTING)), {})
-    if arguments.ddp_find_unused_parameters and state.num_processes > 1 and options.get("use_reentrant"):
-        raise ValueError(
-            "`trainer.ddp_find_unused_parameters` of the recipe does not work with reentrant checkpointing: leave it "
-            "out, or set `use_reentrant: false`."
         )
 
 

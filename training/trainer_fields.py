@@ -48,26 +48,10 @@ DECIDED_BY_RUN = {
 }
 # Fields that YAML reads as `false` where they are `no`.
 _STRATEGIES = ("eval_strategy", "logging_strategy")
-# The names, in newer and older versions, of the options of recomputation.
-CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 # Field -> the check of its value, and the allowed values as the error message names them.
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "dataloader_num_workers": (lambda value: isinstance(value, int) and value >= 0, "a whole number, at least 0"),
     "dataloader_drop_last": (lambda value: not value, "false, since it leaves out held-out rows too"),
-    "eval_accumulation_steps": (lambda value: value >= 1, "at least 1"),
-    "eval_steps": (lambda value: value > 0, "above 0"),
     "label_smoothing_factor": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
-    "neftune_noise_alpha": (lambda value: value > 0, "above 0"),
-    "include_num_input_tokens_seen": (
-        lambda value: value in (True, False, None, "all", "non_padding", "no"),
-        "true, false, all, non_padding or no",
-    ),
-}
-# Field -> the field without which it has no effect.
-_NEEDS = {
-    "dataloader_persistent_workers": "dataloader_num_workers",
-    "fsdp_config": "fsdp",
-    "liger_kernel_config": "use_liger_kernel",
 }
 
 
@@ -123,11 +107,6 @@ def check_trainer_fields(values: dict[str, Any]) -> None:
         is_left_out = value is None and NoneType in get_args(types.get(key))
         if key in _ALLOWED and not is_left_out and not _is_allowed(key, value):
             raise _wrong(key, value, _ALLOWED[key][1])
-        if key in _NEEDS and value and not values.get(_NEEDS[key]):
-            raise ValueError(
-                f"`trainer.{key}` of the recipe has no effect without `trainer.{_NEEDS[key]}`: give both or neither."
-            )
-    _check_names_in_libraries(values)
 
 
 def _is_allowed(key: str, value: Any) -> bool:
@@ -137,44 +116,8 @@ def _is_allowed(key: str, value: Any) -> bool:
         return False
 
 
-def _check_names_in_libraries(values: dict[str, Any]) -> None:
-    """Raise ValueError if a field names a level of the log, a compiler, a mode or an option that a library lacks."""
-    for name in {"log_level", "log_level_replica"} & values.keys():
-        from transformers.training_args import trainer_log_levels
-
-        if values[name] not in [*trainer_log_levels]:
-            raise _wrong(name, values[name], f"one of {', '.join(trainer_log_levels)}")
-    backend, mode = values.get("torch_compile_backend"), values.get("torch_compile_mode")
-    if backend is not None:
-        from accelerate.utils import DynamoBackend
-        from torch._dynamo import list_backends
-
-        # accelerate knows fewer names than PyTorch, and ignores their case.
-        known = {name for name in list_backends(exclude_tags=()) if name.upper() in DynamoBackend.list()}
-        if not isinstance(backend, str) or backend.lower() not in known:
-            raise _wrong("torch_compile_backend", backend, f"one of {', '.join(sorted(known))}")
-    if mode is not None:
-        from torch._inductor import list_mode_options
-
-        if mode not in (modes := list_mode_options()):
-            raise _wrong("torch_compile_mode", mode, f"one of {', '.join(modes)}")
-    for name in CHECKPOINTING:
-        if isinstance(values.get(name), dict):
-            from torch.utils.checkpoint import checkpoint
-            from transformers import PreTrainedModel
-
-            # `transformers` takes some keys itself, and passes the others on to PyTorch. Older versions have only the
-            # second name of this method.
-            enable = getattr(
-                PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable
-            )
-            known = {"preserve_rng_state", *options_of(enable), *options_of(checkpoint)}
-            # YAML cannot give the function `context_fn`.
-            check_keys(f"trainer.{name}", values[name], sorted(known - {"context_fn", *CHECKPOINTING}))
-
-
 def _wrong(key: str, value: Any, allowed: str) -> ValueError:
     return ValueError(f"`trainer.{key}` of the recipe is {value!r}, but must be {allowed}.")
 
 
-__all__ = ["CHECKPOINTING", "DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields"]
+__all__ = ["DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields"]
