@@ -1,22 +1,17 @@
 """Translate a recipe into the arguments of `transformers.Trainer`."""
 
-from collections.abc import Mapping
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DistributedType, DynamoBackend
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel, TrainingArguments
+from accelerate.utils import DistributedType
+from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from .recipe import Recipe
-from .recipe_values import check_keys, options_of
 from .start import divide_batch
-from .trainer_fields import CHECKPOINTING, wrong_field
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -46,8 +41,7 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
             f"`trainer.average_tokens_across_devices` of the recipe must be true with {way}, where several processes "
             "compute the same batch: `Trainer` would divide the loss by too few labels. Leave it out."
         )
-    _check_names_in_libraries(recipe.trainer)
-    _check_for_processes(recipe, state, accumulated)
+    _check_for_processes(recipe, state)
     # The recipe may override these.
     defaults = {
         "eval_strategy": "steps",
@@ -81,7 +75,6 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"`trainer` of the recipe: {error}") from error
     _check_loading(arguments.accelerator_config)
-    _check_checkpointing(arguments, state)
     if recipe.streaming:
         # Each process reads the whole stream. By default one reads it and joins what it sends, which must be tensors.
         arguments.accelerator_config.dispatch_batches = False
@@ -90,59 +83,15 @@ def prepare_arguments(recipe: Recipe, state: PartialState, division: Distributed
     return arguments
 
 
-def _check_names_in_libraries(values: Mapping[str, Any]) -> None:
-    """Raise ValueError if a field of the trainer names a compiler, a mode or an option that a library lacks."""
-    backend, mode = values.get("torch_compile_backend"), values.get("torch_compile_mode")
-    if backend is not None:
-        from torch._dynamo import list_backends  # here, since it imports the compiler
-
-        # accelerate knows fewer names than PyTorch, and ignores their case.
-        known = {name for name in list_backends(exclude_tags=()) if name.upper() in DynamoBackend.list()}
-        if not isinstance(backend, str) or backend.lower() not in known:
-            raise wrong_field("torch_compile_backend", backend, f"one of {', '.join(sorted(known))}")
-    if mode is not None:
-        from torch._inductor import list_mode_options
-
-        if mode not in (modes := list_mode_options()):
-            raise wrong_field("torch_compile_mode", mode, f"one of {', '.join(modes)}")
-    for name in CHECKPOINTING:
-        if isinstance(values.get(name), dict):
-            # `transformers` takes some keys itself, and passes the others on to PyTorch. Older versions have only the
-            # second name of this method.
-            enable = getattr(
-                PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable
-            )
-            known = {"preserve_rng_state", *options_of(enable), *options_of(checkpoint)}
-            # YAML cannot give the function `context_fn`.
-            check_keys(f"trainer.{name}", values[name], sorted(known - {"context_fn", *CHECKPOINTING}))
-
-
-def _check_for_processes(recipe: Recipe, state: PartialState, accumulated: int) -> None:
+def _check_for_processes(recipe: Recipe, state: PartialState) -> None:
     """Raise ValueError if a field of the trainer does not work with the processes of the run or their devices."""
-    trainer, is_ddp = recipe.trainer, state.num_processes > 1
+    trainer = recipe.trainer
     if trainer.get("fp16") and state.device.type == "cpu":
         raise ValueError("`trainer.fp16` of the recipe has no effect on a CPU: leave it out, or use `trainer.bf16`.")
     if trainer.get("fsdp") and state.distributed_type == DistributedType.NO:
         raise ValueError(
             "`trainer.fsdp` of the recipe divides the model among processes, but this run was not launched as several: "
             "start it by `accelerate launch`, or leave it out."
-        )
-    if trainer.get("deepspeed") and find_spec("deepspeed") is None:
-        raise ValueError("`trainer.deepspeed` of the recipe needs the package deepspeed: `pip install deepspeed`.")
-    if trainer.get("ddp_static_graph") and is_ddp and accumulated > 1:
-        raise ValueError(
-            f"`trainer.ddp_static_graph` of the recipe does not work with accumulated gradients, of {accumulated} "
-            "batches here: leave it out, or raise `micro_batch_size`."
-        )
-
-
-def _check_checkpointing(arguments: TrainingArguments, state: PartialState) -> None:
-    """Raise ValueError if recomputation does not work with the settings of DDP."""
-    options = next(filter(None, (getattr(arguments, name, None) for name in CHECKPOINTING)), {})
-    if arguments.ddp_find_unused_parameters and state.num_processes > 1 and options.get("use_reentrant"):
-        raise ValueError(
-            "`trainer.ddp_find_unused_parameters` of the recipe does not work with reentrant checkpointing: leave it "
-            "out, or set `use_reentrant: false`."
         )
 
 

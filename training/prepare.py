@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -330,14 +329,6 @@ def _check_effects(recipe: Recipe, model: PreTrainedModel) -> None:
             f"`residual_alone` of the recipe is {recipe.residual_alone:g}, but must be 0: {recipe.model} has no "
             "tensors of residual connections, so nothing would be trained in these steps."
         )
-    if recipe.trainer.get("use_liger_kernel") and find_spec("liger_kernel") is not None:
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-        if (kind := model.config.model_type) not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-            raise ValueError(
-                "`trainer.use_liger_kernel` of the recipe has no effect, since Liger has no kernels for models of type "
-                f"{kind}: leave it out."
-            )
 
 
 def part_of_process(recipe: Recipe) -> Part | None:

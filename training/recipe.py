@@ -16,7 +16,7 @@ import yaml
 from attnres.utils.declared import declared_connections, trainer_fields
 from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
-from attnres.utils.yaml_files import UniqueKeys, load_yaml
+from attnres.utils.yaml_files import TextScalars, UniqueKeys, load_yaml
 
 from .lora_options import check_options
 from .pipeline_settings import read_settings
@@ -52,7 +52,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 _OTHER_NAMES = {"lr": "`learning_rate`", "dataset": "`train`", "output": "`out`", "max_length": "`length`"}
 _NEEDED = ("model", "train", "out")
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")  # of `config.dtype`
-_RUN_LENGTHS = ("steps", "tokens", "epochs")
+RUN_LENGTHS = ("steps", "tokens", "epochs")
 # Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
 # Keys whose values may be paths, in which a leading `~` is the home directory.
@@ -283,10 +283,14 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: There is no such file or recipe.
         ValueError: A key is unknown, or a value has the wrong type or is not allowed.
     """
-    content = read_yaml(_read_text(path), path)
+    text, known = _read_text(path), {item.name: item for item in fields(Recipe)}
+    texts = {name for name, item in known.items() if item.type in (str, str | None, Sequence[str])}
+    content = read_yaml(text, path)
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a recipe: it must hold `key: value` lines.")
+    as_text = read_yaml(text, path, TextScalars) or {}
+    content |= {name: value for name, value in as_text.items() if name in texts}
     changed = set()
     for number, change in enumerate(changes):
         key, equals, value = change.partition("=")
@@ -294,17 +298,16 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
             raise ValueError(f"{change!r} is not of the form key=value. A value with spaces needs quotes.")
         name, dot, inner = key.partition(".")
         try:
-            parsed = read_yaml(value, change)
+            parsed = read_yaml(value, change, TextScalars if key in texts else UniqueKeys)
         except ValueError:
             _check_undivided(changes[number:])
             raise
         content[name] = {**mapping(name, content.get(name) or {}), inner: parsed} if dot else parsed
         changed.add(name)
-    if any(content.get(name) is not None for name in changed.intersection(_RUN_LENGTHS)):
+    if any(content.get(name) is not None for name in changed.intersection(RUN_LENGTHS)):
         # A length on the command line replaces the file's, which may be given by another of these keys.
-        for name in {*_RUN_LENGTHS} - changed:
+        for name in {*RUN_LENGTHS} - changed:
             content.pop(name, None)
-    known = {item.name: item for item in fields(Recipe)}
     # A needed key without a value counts as missing.
     content = {name: value for name, value in content.items() if value is not None or name not in _NEEDED}
     for name, value in content.items():
@@ -352,12 +355,13 @@ def _read_text(path: str | Path) -> str:
     return packaged.read_text(encoding="utf-8")
 
 
-def read_yaml(text: str, place: str | Path) -> Any:
+def read_yaml(text: str, place: str | Path, loader: type[UniqueKeys] = UniqueKeys) -> Any:
     """Parse YAML.
 
     Args:
         text: The YAML.
         place: Where it stands, for the error message.
+        loader: The class that constructs the values.
 
     Returns:
         The value.
@@ -366,7 +370,7 @@ def read_yaml(text: str, place: str | Path) -> Any:
         ValueError: The text is not YAML.
     """
     try:
-        return load_yaml(text, UniqueKeys)
+        return load_yaml(text, loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{place} is broken YAML: {' '.join(str(error).split())}") from error
 

@@ -5,7 +5,6 @@ This file imports no heavy package, since the command line reads a recipe before
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from datetime import date
 from inspect import signature
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -37,7 +36,7 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
 def typed(name: str, value: Any, kind: Any) -> Any:
     """Convert a YAML value to the type of its field. Raise ValueError if it cannot be converted.
 
-    YAML reads `3e-4` as text and `2026-01-31` as a date, so a value of another type may be what the user means.
+    YAML reads `3e-4` as text, so a value of another type may be what the user means.
     """
     if isinstance(kind, UnionType):  # such as `str | None`
         if value is None:
@@ -53,17 +52,15 @@ def typed(name: str, value: Any, kind: Any) -> Any:
     with suppress(OverflowError, ValueError):
         if kind is bool and isinstance(value, bool):
             return value
-        if kind is str and isinstance(value, str | int | float | date) and not isinstance(value, bool):
-            return str(value)
+        if kind is str and isinstance(value, str):
+            return value
         if kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
             number = value if isinstance(value, int) else float(value)
             if kind is float or number == int(number):
                 return kind(number)
     types_in_words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    # YAML reads `no` and `on` as booleans.
-    remedy = ": put it in quotes" if kind is str and isinstance(value, bool) else ""
     allowed = types_in_words.get(kind, "a list of names")
-    raise ValueError(f"`{name}` of the recipe is {value!r}, but must be {allowed}{remedy}.")
+    raise ValueError(f"`{name}` of the recipe is {value!r}, but must be {allowed}.")
 
 
 __all__ = ["check_keys", "mapping", "options_of", "typed"]

@@ -9,11 +9,12 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from attnres.utils.files import atomic_write, check_replaceable, check_writable, locked, parents
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 
-from .recipe import Recipe, read_recipe, write_recipe
+from .recipe import RUN_LENGTHS, Recipe, read_recipe, write_recipe
 
 RECIPE, RESULTS, DATA, LOCK = "recipe.yaml", "results.json", "data.json", ".lock"
 MODEL, ADAPTER = "model", "adapter"
@@ -22,25 +23,34 @@ COMMIT = "commit "  # the beginning of the text by which `data.json` identifies 
 START = ".start"  # the folder of a whole model that is about to be divided
 # Folders that a killed run may leave half-written, the second of them by `atomic_directory`.
 HALF_WRITTEN = (f"{PARTIAL}*", ".*.partial", START)
-# Settings that may change when a run is resumed.
-MAY_CHANGE = ("log_every", "save_every", "keep", "micro_batch_size")
+_OTHER_OUT = "Choose another `out`."
+# Settings that may change when a run is resumed. `continue_run` checks the length.
+MAY_CHANGE = ("log_every", "save_every", "keep", "micro_batch_size", *RUN_LENGTHS)
 
 
 def check_folder(out: Path, recipe: Recipe) -> None:
     """Raise if no run of a recipe can begin or resume in `out`.
 
+    Args:
+        out: The folder.
+        recipe: The recipe of the run.
+
     Raises:
-        FileExistsError: `out` is a file, or holds a finished run, a run of another recipe or other files; or its
-            `model` or `adapter`, which the run replaces at its end, holds other files.
+        FileExistsError: `out` is a file, or holds a finished run of this length, a run of another recipe or other
+            files; or its `model` or `adapter`, which the run replaces at its end, holds other files.
         OSError: `out` cannot be written.
         ValueError: The recipe in `out` is damaged.
     """
     if (out / RESULTS).exists():
-        raise FileExistsError(f"{out} holds a finished run. Choose another `out`.")
+        if not any(out.glob("checkpoint-*")):
+            raise FileExistsError(f"{out} holds a finished run, without a checkpoint to go on from. {_OTHER_OUT}")
+        before = _read_run_recipe(out)
+        if all(getattr(recipe, name) == getattr(before, name) for name in RUN_LENGTHS):
+            raise FileExistsError(f"{out} holds a finished run. Give more `steps` to go on with it, or another `out`.")
     if out.exists() and not out.is_dir():
-        raise FileExistsError(f"{out} is a file. Choose another `out`.")
+        raise FileExistsError(f"{out} is a file. {_OTHER_OUT}")
     if out.exists() and {path.name for path in out.iterdir()} - {LOCK} and not _is_run_folder(out):
-        raise FileExistsError(f"{out} holds other files. Choose another `out`.")
+        raise FileExistsError(f"{out} holds other files. {_OTHER_OUT}")
     for name, written in ((MODEL, WRITTEN_MODEL), (ADAPTER, WRITTEN_ADAPTER)):
         check_replaceable(out / name, written, overwrite=True)
     if (out / RECIPE).exists() and any(out.glob("checkpoint-*")):
@@ -54,12 +64,20 @@ def _check_same_recipe(out: Path, recipe: Recipe) -> None:
     may_change = MAY_CHANGE
     if None not in (before.pipeline, recipe.pipeline):
         may_change += ("pipeline",)  # a checkpoint of a pipeline can be resumed with another number of stages
-    names = (name for name in vars(recipe) if name not in may_change)
-    if name := next((name for name in names if getattr(before, name) != getattr(recipe, name)), None):
+    changed = [
+        f"{name} {_show(old)}, not {_show(new)}"
+        for name, new in vars(recipe).items()
+        if name not in may_change and (old := getattr(before, name)) != new
+    ]
+    if changed:
         raise FileExistsError(
-            f"{out} holds a run with {name} {getattr(before, name)!r}, not {getattr(recipe, name)!r}. "
-            "Choose another `out`, or resume with the recipe as it was."
+            f"{out} holds a run with {'; '.join(changed)}. Choose another `out`, or resume with the recipe as it was."
         )
+
+
+def _show(value: Any) -> str:
+    """Return a value of a recipe for a message, `default` for a key that was not given."""
+    return repr(value) if value or value in (0, False) else "default"
 
 
 def _is_run_folder(out: Path) -> bool:
@@ -111,7 +129,8 @@ def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
             ) from error
         check_folder(out, recipe)  # again, since another process may have used the folder before this one locked it
         is_new = not (out / RECIPE).exists()
-        atomic_write(out / RECIPE, write_recipe(recipe))
+        if not (out / RESULTS).exists():  # else `continue_run` writes it
+            atomic_write(out / RECIPE, write_recipe(recipe))
         for pattern in HALF_WRITTEN:
             for path in out.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
@@ -122,6 +141,36 @@ def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
             if is_new and not (out / DATA).exists():
                 (out / RECIPE).unlink(missing_ok=True)
             raise
+
+
+def continue_run(out: Path, recipe: Recipe, checkpoint: Path, steps: int) -> str:
+    """Check the length of a run that resumes, and record its recipe. A finished run counts as stopped from now on.
+
+    Args:
+        out: The folder of the run.
+        recipe: The recipe of the run.
+        checkpoint: The checkpoint that the run resumes from.
+        steps: The number of steps of the run.
+
+    Returns:
+        A line that says where the run resumes and, if its length has changed, how long it was and is.
+
+    Raises:
+        FileExistsError: The run has made so many steps already.
+    """
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    made, before = state["global_step"], state["max_steps"]
+    # A shorter run may end at its last checkpoint, but a finished one has ended.
+    least = before + 1 if (out / RESULTS).exists() else made
+    if steps < least:
+        raise FileExistsError(
+            f"{out} holds a run of {before} steps that has made {max(made, least - 1)}, but the recipe asks for "
+            f"{steps}: give `steps` of at least {least}, or another `out`."
+        )
+    (out / RESULTS).unlink(missing_ok=True)
+    atomic_write(out / RECIPE, write_recipe(recipe))
+    changed = f" The run has {steps} steps instead of {before}, and its schedule is that of {steps}."
+    return f"Resuming from {checkpoint}.{changed if steps != before else ''}"
 
 
 def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
@@ -162,4 +211,4 @@ def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
     atomic_write(path, json.dumps(digests, indent=2) + "\n")
 
 
-__all__ = ["ADAPTER", "DATA", "MODEL", "RECIPE", "RESULTS", "check_data", "check_folder", "hold_folder"]
+__all__ = ["ADAPTER", "DATA", "MODEL", "RECIPE", "RESULTS", "check_data", "check_folder", "continue_run", "hold_folder"]

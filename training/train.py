@@ -27,6 +27,7 @@ from attnres.utils.wording import counted
 
 from .arguments import prepare_arguments, set_steps
 from .checkpoints import check_best, check_checkpoint
+from .disk_space import check_disk
 from .display import Display, describe_run
 from .division import (
     allow_tensor_parallel_on_cpus,
@@ -49,7 +50,7 @@ from .prepare import (
 )
 from .recipe import Recipe
 from .report import collect_results, describe_results, write_run
-from .run_folder import check_data, hold_folder
+from .run_folder import check_data, continue_run, hold_folder
 from .trainer import AttnResTrainer
 from .waiting import explained_timeouts, first_process_first, wait_limit
 
@@ -67,8 +68,8 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
         The content of `results.json`.
 
     Raises:
-        FileExistsError: `out` is in use, or holds a finished run, a run with another recipe or other data, or other
-            files.
+        FileExistsError: `out` is in use, or holds a finished run of this length, a run with another recipe or other
+            data, or other files.
         FloatingPointError: The loss is not finite.
         OSError, ValueError: A model, data set or value cannot be used, or a checkpoint cannot be written.
         RuntimeError: The model cannot be divided on this machine as the settings require, or another process does not
@@ -124,9 +125,11 @@ def _train_in_folder(
         tokenizer = prepare_tokenizer(recipe)
         check_model_config(recipe, name, tokenizer)
         train, held_out, digests = prepare_data(recipe, tokenizer)
+        set_steps(arguments, recipe, train)
         if state.is_main_process:
             check_data(out, digests | identify_model(recipe), is_resumed=checkpoint is not None)
-    set_steps(arguments, recipe, train)
+            if checkpoint is not None:
+                resuming = continue_run(out, recipe, Path(checkpoint), arguments.max_steps)
 
     with quiet_transformers():
         with status(Console(), f"Loading {recipe.model} ...") if state.is_main_process else contextlib.nullcontext():
@@ -145,6 +148,7 @@ def _train_in_folder(
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(display)
         if state.is_main_process:
+            check_disk(trainer, recipe, 0 if checkpoint is None else int(checkpoint.rpartition("-")[2]))
             described = recipe, model, train, held_out, arguments.device
             if settings is not None:
                 lines = describe_run(*described, describe_pipeline(trainer.pipeline), trainer.total_parameters)
@@ -152,7 +156,7 @@ def _train_in_folder(
                 lines = describe_run(*described, describe_division(trainer, division))
             print("\n".join(lines), flush=True)
             if checkpoint:
-                print(f"Resuming from {checkpoint}.", flush=True)
+                print(resuming, flush=True)
         try:
             with contextlib.closing(display):
                 trainer.train(resume_from_checkpoint=checkpoint)

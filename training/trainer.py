@@ -401,6 +401,14 @@ class AttnResTrainer(ResumableTrainer):
             torch.save(self.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER_NAME}")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._load_states(checkpoint)
+        schedule = self.lr_scheduler
+        if checkpoint is not None and isinstance(schedule, LambdaLR):  # DeepSpeed has its own
+            # The checkpoint has the rates of the next step in a run of its length, and this run may be longer.
+            for group, rate, factor in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
+                group["lr"] = rate * factor(schedule.last_epoch)
+
+    def _load_states(self, checkpoint: str | None) -> None:
         if not self.has_optimizer_parts or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         folder = Path(checkpoint)

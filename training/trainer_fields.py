@@ -48,28 +48,10 @@ DECIDED_BY_RUN = {
 }
 # Fields that YAML reads as `false` where they are `no`.
 _STRATEGIES = ("eval_strategy", "logging_strategy")
-_LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
-# The names, in newer and older versions, of the options of recomputation.
-CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 # Field -> the check of its value, and the allowed values as the error message names them.
 _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "dataloader_num_workers": (lambda value: isinstance(value, int) and value >= 0, "a whole number, at least 0"),
     "dataloader_drop_last": (lambda value: not value, "false, since it leaves out held-out rows too"),
-    "eval_accumulation_steps": (lambda value: value >= 1, "at least 1"),
-    "eval_steps": (lambda value: value > 0, "above 0"),
     "label_smoothing_factor": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
-    "neftune_noise_alpha": (lambda value: value > 0, "above 0"),
-    **dict.fromkeys(("log_level", "log_level_replica"), (_LOG_LEVELS.__contains__, f"one of {', '.join(_LOG_LEVELS)}")),
-    "include_num_input_tokens_seen": (
-        lambda value: value in (True, False, None, "all", "non_padding", "no"),
-        "true, false, all, non_padding or no",
-    ),
-}
-# Field -> the field without which it has no effect.
-_NEEDS = {
-    "dataloader_persistent_workers": "dataloader_num_workers",
-    "fsdp_config": "fsdp",
-    "liger_kernel_config": "use_liger_kernel",
 }
 
 
@@ -114,13 +96,9 @@ def check_trainer_fields(values: dict[str, Any]) -> None:
     for key, value in values.items():
         # As text, "false" would count as true.
         if {*known[key]} <= {"bool", "None"} and not isinstance(value, bool | None):
-            raise wrong_field(key, value, "true or false")
+            raise _wrong(key, value, "true or false")
         if key in _ALLOWED and not _is_left_out(value, known[key]) and not _is_allowed(key, value):
-            raise wrong_field(key, value, _ALLOWED[key][1])
-        if key in _NEEDS and value and not values.get(_NEEDS[key]):
-            raise ValueError(
-                f"`trainer.{key}` of the recipe has no effect without `trainer.{_NEEDS[key]}`: give both or neither."
-            )
+            raise _wrong(key, value, _ALLOWED[key][1])
 
 
 def _is_allowed(key: str, value: Any) -> bool:
@@ -135,9 +113,8 @@ def _is_left_out(value: Any, types: Collection[str]) -> bool:
     return value is None and "None" in types
 
 
-def wrong_field(key: str, value: Any, allowed: str) -> ValueError:
-    """Return the error for a field of the trainer with a value that is not allowed."""
+def _wrong(key: str, value: Any, allowed: str) -> ValueError:
     return ValueError(f"`trainer.{key}` of the recipe is {value!r}, but must be {allowed}.")
 
 
-__all__ = ["CHECKPOINTING", "DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields", "wrong_field"]
+__all__ = ["DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields"]

@@ -23,6 +23,15 @@ class UniqueKeys(yaml.SafeLoader):
         return node
 
 
+class TextScalars(UniqueKeys):
+    """Keeps values as they are written, such as `on`, `007` and `3.10`. Only `null` is not text."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+        for first, resolvers in UniqueKeys.yaml_implicit_resolvers.items()
+    }
+
+
 def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """Return the value of one YAML document.
 
@@ -84,4 +93,4 @@ def load_card_metadata(path: Path) -> dict[str, Any] | None:
     return metadata
 
 
-__all__ = ["UniqueKeys", "load_card_metadata", "load_yaml", "read_yaml"]
+__all__ = ["TextScalars", "UniqueKeys", "load_card_metadata", "load_yaml", "read_yaml"]

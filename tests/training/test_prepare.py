@@ -37,20 +37,6 @@ def test_residual_alone_is_refused_for_a_model_without_residual_tensors(llama, t
     prepare_model(recipe_of(retrofit(llama), tmp_path, residual_alone=0.5), None, None, None)
 
 
-def test_liger_kernels_are_refused_for_a_model_that_liger_does_not_know(llama, tmp_path, monkeypatch):
-    """Liger would only write a line of its log."""
-    table = tmp_path / "liger_kernel" / "transformers" / "monkey_patch.py"
-    table.parent.mkdir(parents=True)
-    table.write_text("MODEL_TYPE_TO_APPLY_LIGER_FN = {'llama': None}")
-    monkeypatch.syspath_prepend(tmp_path)
-    trainer = {"use_liger_kernel": True}
-    prepare_model(recipe_of(llama, tmp_path, trainer=trainer), None, None, None)
-    with pytest.raises(
-        ValueError, match="has no effect, since Liger has no kernels for models of type attnres_llama: "
-    ):
-        prepare_model(recipe_of(retrofit(llama), tmp_path, trainer=trainer), None, None, None)
-
-
 def test_a_divided_model_does_not_refer_to_code_that_came_with_its_source(llama, tmp_path, monkeypatch):
     llama.config.auto_map = {"AutoModelForCausalLM": "strange.Code"}
     monkeypatch.setattr(prepare, "load_divided", lambda *arguments, **config: llama)

@@ -1,6 +1,9 @@
 """A folder belongs to one run, with one recipe and the same data, and to one process at a time."""
 
+import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from attnres.training import prepare
 from attnres.training.data import digest_of
 from attnres.training.prepare import identify_model
 from attnres.training.recipe import Recipe
-from attnres.training.run_folder import LOCK, RECIPE, check_data, check_folder, hold_folder
+from attnres.training.run_folder import LOCK, RECIPE, RESULTS, check_data, check_folder, continue_run, hold_folder
 
 from .. import forks
 from .blocks import load, some_texts, write
@@ -79,11 +82,61 @@ def test_a_model_among_other_files_is_refused_before_the_run_that_would_replace_
         check_folder(tmp_path, recipe(tmp_path))
 
 
-@pytest.mark.parametrize("fields", [{"steps": 6}, {"steps": None, "tokens": 100}, {"epochs": 1.0}, {"seed": 1}])
-def test_a_run_does_not_resume_with_another_recipe(fields, tmp_path):
+def test_a_run_does_not_resume_with_another_recipe_and_all_differences_are_named(tmp_path):
     begin(tmp_path)
-    with pytest.raises(FileExistsError, match="holds a run with "), hold_folder(tmp_path, recipe(tmp_path, **fields)):
+    other = recipe(tmp_path, seed=1, learning_rate=1e-5, lora={"rank": 2}, trainer={"bf16": True}, steps=9)
+    message = (
+        "holds a run with learning_rate 0.0003, not 1e-05; lora default, not {'rank': 2}; seed 0, not 1; "
+        "trainer default, not {'bf16': True}. Choose another `out`"
+    )
+    with pytest.raises(FileExistsError, match=re.escape(message)), hold_folder(tmp_path, other):
         pass
+
+
+def stopped(out: Path, is_finished: bool = False) -> Path:
+    """Make the folder of a run of 8 steps that was stopped after its fourth, or has finished. Return its checkpoint."""
+    begin(out)
+    checkpoint = (out / "checkpoint-4").rename(out / f"checkpoint-{8 if is_finished else 4}")
+    state = {"global_step": 8 if is_finished else 4, "max_steps": 8}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    if is_finished:
+        (out / RESULTS).write_text("{}")
+    return checkpoint
+
+
+@pytest.mark.parametrize("fields", [{"steps": 20}, {"steps": None, "tokens": 20 * 32 * 1024}, {"epochs": 3.0}])
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_run_may_be_made_longer(fields, is_finished, tmp_path):
+    checkpoint, longer = stopped(tmp_path, is_finished), recipe(tmp_path, **fields)
+    check_folder(tmp_path, longer)
+    with hold_folder(tmp_path, longer):
+        line = continue_run(tmp_path, longer, checkpoint, 20)
+    assert line == f"Resuming from {checkpoint}. The run has 20 steps instead of 8, and its schedule is that of 20."
+    # If it is stopped, the same command resumes it.
+    with hold_folder(tmp_path, longer):
+        assert continue_run(tmp_path, longer, checkpoint, 8) == f"Resuming from {checkpoint}."
+
+
+def test_a_run_is_not_made_shorter_than_it_is(tmp_path):
+    checkpoint = stopped(tmp_path)
+    with pytest.raises(
+        FileExistsError, match="of 8 steps that has made 4, but the recipe asks for 3: give `steps` of at least 4"
+    ):
+        continue_run(tmp_path, recipe(tmp_path, steps=3), checkpoint, 3)
+    finished = stopped(tmp_path / "finished", is_finished=True)
+    before, shorter = (finished.parent / RECIPE).read_text(), recipe(finished.parent, steps=6)
+    with hold_folder(finished.parent, shorter), pytest.raises(FileExistsError, match=r"made 8, but .* at least 9"):
+        continue_run(finished.parent, shorter, finished, 6)
+    assert (finished.parent / RESULTS).exists() and (finished.parent / RECIPE).read_text() == before
+
+
+def test_a_finished_run_of_the_same_length_or_without_checkpoint_is_refused(tmp_path):
+    checkpoint = stopped(tmp_path, is_finished=True)
+    with pytest.raises(FileExistsError, match=r"holds a finished run\. Give more `steps` to go on with it"):
+        check_folder(tmp_path, recipe(tmp_path))
+    shutil.rmtree(checkpoint)
+    with pytest.raises(FileExistsError, match="holds a finished run, without a checkpoint to go on from"):
+        check_folder(tmp_path, recipe(tmp_path, steps=20))
 
 
 def test_a_run_resumes_with_another_micro_batch_size_and_number_of_checkpoints(tmp_path):
@@ -97,7 +150,7 @@ def test_a_run_of_a_pipeline_resumes_with_another_pipeline_but_not_without_one(t
         (tmp_path / "checkpoint-4").mkdir()
     with hold_folder(tmp_path, recipe(tmp_path, pipeline={"stages": 4, "schedule": "GPipe"})):
         pass
-    message = "holds a run with pipeline {'stages': 4, 'schedule': 'GPipe'}, not None"
+    message = "holds a run with pipeline {'stages': 4, 'schedule': 'GPipe'}, not default"
     with pytest.raises(FileExistsError, match=message), hold_folder(tmp_path, recipe(tmp_path)):
         pass
 

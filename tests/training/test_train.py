@@ -341,7 +341,7 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(command, uninterru
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (("learning_rate=1",), "holds a finished run. Choose another `out`."),
+        (("learning_rate=1",), "holds a finished run. Give more `steps` to go on with it, or another `out`."),
         (("model=./absent",), "absent"),
     ],
 )
@@ -362,6 +362,24 @@ def test_a_run_does_not_resume_with_another_recipe_once_it_has_a_checkpoint(comm
     done = run(command("heal", out, "learning_rate=1e-5"))
     assert done.returncode == 1
     assert "holds a run with learning_rate 0.0003, not 1e-05" in done.stderr
+
+
+def test_a_finished_run_that_is_made_longer_goes_on_from_its_last_checkpoint(command, uninterrupted, tmp_path):
+    """From there it has the rates of the longer run, whose first steps it made as a shorter one."""
+    out = shutil.copytree(uninterrupted["heal"], tmp_path / "out")
+    (out / "recipe.yaml").write_text((out / "recipe.yaml").read_text().replace(str(uninterrupted["heal"]), str(out)))
+    done = run(command("heal", out, "steps=16"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (
+        f"{out / 'checkpoint-12'}. The run has 16 steps instead of 12, and its schedule is that of 16." in done.stdout
+    )
+    assert results(out)["steps"] == 16
+    assert results(out)["training_loss"][:6] == results(uninterrupted["heal"])["training_loss"]
+    log = json.loads((out / "checkpoint-16" / "trainer_state.json").read_text())["log_history"]
+    # `wsd` decays over the last half: the rate of step s is (16 - s) / 8 of the highest.
+    rates = {line["step"]: line["learning_rate"] for line in log if "learning_rate" in line}
+    assert [rates[14], rates[16]] == pytest.approx([3e-4 * 3 / 8, 3e-4 * 1 / 8])
+    assert run(command("heal", out, "steps=16")).returncode == 1
 
 
 def test_an_adapter_is_saved_as_a_small_file_and_its_merged_model_computes_the_same(command, folders, tmp_path):

@@ -147,3 +147,14 @@ def test_the_handler_of_sigterm_is_restored_also_if_training_fails(make):
     with pytest.raises(RuntimeError, match="broken"):
         make(At("on_step_end", 1, fail)).train()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_longer_run_continues_with_the_rates_of_its_own_schedule(make, tmp_path):
+    make(save_total_limit=1).train()
+    rates = []
+    trainer = make(
+        At("on_step_begin", STEPS, lambda _: rates.append(trainer.optimizer.param_groups[0]["lr"])), max_steps=8
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS}"))
+    assert trainer.state.global_step == 8
+    assert rates == [pytest.approx(0.01)]  # the decay of `wsd` begins here, and had ended in the shorter run
