@@ -120,9 +120,9 @@ def convert(
     is_given = "residual" in given_options(context)
     fields, known = read_fields(settings or ()), declared_connections()[residual].fields
     if unknown := [name for name in fields if name not in known]:
+        meant = did_you_mean(unknown[0], known, otherwise_all=False)
         raise typer.BadParameter(
-            f"--set {unknown[0]}: --residual {residual} has no such field."
-            f"{did_you_mean(unknown[0], known, otherwise_all=False)} It has {', '.join(known)}."
+            f"--set {unknown[0]}: --residual {residual} has no such field. It has {', '.join(known)}.{meant}"
         )
     refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_given, bool(fields))
     check_source(source)

@@ -122,7 +122,7 @@ CASES = [
     (("convert", "model", "out"), 1, "attnres: not enough space in "),
     (("convert", "model", "/proc/x"), 1, "attnres: DST /proc/x cannot be written (No such file or directory): choose "),
     (("convert", "empty", "out"), 1, "attnres: empty has no config.json: give the directory of a model.\n"),
-    (("convert", "model", "out", "--set", "attn_res_gatd=true"), 2, " Did you mean `attn_res_gated`? It has attn_res_"),
+    (("convert", "model", "out", "--set", "attn_res_gatd=true"), 2, " Did you mean `attn_res_gated`?"),
     (("inspect", "model", "--out", "/proc/x"), 1, "attnres: --out /proc/x cannot be written (No such file or "),
     (("demo", "--out", "/proc/x"), 1, "attnres: --out /proc/x cannot be written (No such file or directory): choose "),
     (("demo", "--out", "taken"), 1, "attnres: taken exists. "),
