@@ -237,14 +237,15 @@ def test_a_directory_without_weights_is_named(copy, tmp_path, refusal):
     for path in copy.glob("model*"):
         path.unlink()
     assert f"{copy} has no weights" in refusal()
-    shutil.rmtree(copy)
-    copy.mkdir()
-    assert f"{copy} has no weights" in refusal()
 
 
 def test_a_missing_configuration_is_named(copy, refusal):
     (copy / "config.json").unlink()
-    assert refusal() == f"{copy} has no config.json."
+    message = f"{copy} has no config.json: give the directory of a model."
+    assert refusal() == message
+    shutil.rmtree(copy)
+    copy.mkdir()
+    assert refusal() == message
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null"])
