@@ -325,7 +325,6 @@ def test_the_stored_sizes_of_configurations_are_those_that_are_counted():
         assert stored[name] == {"parameters": count.total, "activated": activated, "with lm_head": with_head}
 
 
-@pytest.mark.slow
 def test_configurations_are_listed_with_all_parameters_and_those_per_token():
     """The name of `attnres-194m` is the second number."""
     _, *listed = CliRunner().invoke(app, ["list", "configurations"]).stdout.splitlines()
