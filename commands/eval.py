@@ -146,7 +146,7 @@ def _setup(name: str, folder: Path, options: EvalOptions) -> dict:
 def _run_all(console: Console, models: Sequence[EvaluatedModel], loaded: Loaded, options: EvalOptions) -> Failures:
     """Evaluate each model on its unfinished tasks, with one progress bar for all of them."""
     failures: Failures = {}
-    with console.status("Comparing stored results with the tasks ..."):
+    with status(console, "Comparing stored results with the tasks ..."):
         jobs_of = {model.name: find_unfinished(loaded, model.store, options.limit, options.seed) for model in models}
     total = sum(job.work for jobs in jobs_of.values() for job in jobs)
     order = {benchmark: number for number, benchmark in enumerate(loaded, 1)}

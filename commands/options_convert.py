@@ -118,19 +118,14 @@ def convert(
     }
     options = {name: value for name, value in values.items() if value is not None}
     is_given = "residual" in given_options(context)
-    fields, known = read_fields(settings or ()), declared_connections()[residual].fields
-    if unknown := [name for name in fields if name not in known]:
-        raise typer.BadParameter(
-            f"--set {unknown[0]}: --residual {residual} has no such field."
-            f"{did_you_mean(unknown[0], known, otherwise_all=False)} It has {', '.join(known)}."
-        )
+    fields = read_fields(settings or (), residual)
     refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_given, bool(fields))
     check_source(source)
     if overwrite and Path(source).is_dir():
         check_apart(Path(source), target, source)
     check_out(target, WRITTEN_MODEL, overwrite, "DST")
     if to is None and not hard_link and Path(source).is_dir():
-        check_space(target.parent, weight_bytes(Path(source)))
+        check_space(target.absolute().parent, weight_bytes(Path(source)))
     with loading():
         from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard
 
@@ -161,17 +156,18 @@ def convert(
     )
 
 
-def read_fields(settings: Collection[str]) -> dict[str, object]:
+def read_fields(settings: Collection[str], residual: str) -> dict[str, object]:
     """Parse the values of `--set`.
 
     Args:
         settings: Texts of the form `name=value`, with the value in YAML.
+        residual: The residual connection.
 
     Returns:
         The values by the names of the configuration fields.
 
     Raises:
-        typer.BadParameter: A text does not have this form, or a field is given twice.
+        typer.BadParameter: A text does not have this form, a field is given twice, or the connection has no such field.
     """
     from attnres.training.recipe import read_yaml
 
@@ -184,6 +180,12 @@ def read_fields(settings: Collection[str]) -> dict[str, object]:
             fields[name] = read_yaml(value, setting)
         except ValueError:
             raise typer.BadParameter(f"--set {setting[:100]}: the value is no YAML.") from None
+    known = declared_connections()[residual].fields if fields else ()
+    if unknown := next((name for name in fields if name not in known), None):
+        meant = did_you_mean(unknown, known, otherwise_all=False)
+        raise typer.BadParameter(
+            f"--set {unknown}: --residual {residual} has no such field. It has {', '.join(known)}.{meant}"
+        )
     return fields
 
 

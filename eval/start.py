@@ -8,10 +8,8 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub import constants
-
 from attnres.utils.files import check_writable
-from attnres.utils.hub import check_source, describe_adapter, is_adapter, is_dataset_cached, is_offline
+from attnres.utils.hub import check_source, describe_adapter, is_adapter, is_dataset_cached, is_offline, use_cache_alone
 
 from .failures import Failures, Reason, TaskFailure, code_refused, data_missing
 from .hub_results import FOLDER
@@ -116,8 +114,7 @@ def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_
                 error = data_missing(benchmark, data, f"there is no folder {folder}")
                 failures[benchmark] = TaskFailure(Reason.ABSENT, str(error))
         elif benchmark.dataset is not None and not is_dataset_cached(benchmark.dataset) and hub_is_offline():
-            # The environment variable HF_HUB_OFFLINE is read only at import, so set the constant.
-            constants.HF_HUB_OFFLINE = True
+            use_cache_alone()
             error = data_missing(benchmark, None, "the Hub cannot be reached, and its cache does not have it")
             failures[benchmark] = TaskFailure(Reason.ABSENT, str(error))
     return failures

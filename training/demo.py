@@ -39,7 +39,7 @@ from attnres.conversion import retrofit
 from attnres.conversion.retrofit import load_source
 from attnres.utils.files import atomic_directory, atomic_write
 from attnres.utils.model_files import DEMO_ATTENTION, DEMO_LOSSES, DEMO_MODEL, DEMO_RESULTS, WRITTEN_DEMO
-from attnres.utils.progress import ProgressBar
+from attnres.utils.progress import ProgressBar, status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
@@ -153,9 +153,12 @@ def run_demo(
         atomic_directory(out, WRITTEN_DEMO, overwrite=overwrite) as target,
     ):
         steps = max(4, round(minutes * (CHECKPOINT_STEPS_PER_MINUTE if checkpoint else STEPS_PER_MINUTE) / (2 * SEEDS)))
-        demo = _Demo(Console(), target, steps, _read_text(text), seed)
+        console = Console()
+        with status(console, "Reading the text ..."):
+            content = _read_text(text)
+        demo = _Demo(console, target, steps, content, seed)
         results = demo.from_checkpoint(checkpoint) if checkpoint else demo.from_scratch()
-    Console().print(f"Written to [bold]{out}[/]: the model, its figures, {DEMO_RESULTS}.", soft_wrap=True)
+    console.print(f"Written to [bold]{out}[/]: the model, its figures, {DEMO_RESULTS}.", soft_wrap=True)
     return results
 
 
@@ -169,7 +172,8 @@ class _Demo:
 
     def from_scratch(self) -> dict[str, Any]:
         """Train both models from scratch, then retrofit the standard one."""
-        tokenizer = train_tokenizer(self.text.train, LLAMA["vocab_size"])
+        with status(self.console, "Training a tokenizer ..."):
+            tokenizer = train_tokenizer(self.text.train, LLAMA["vocab_size"])
         special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         config = AutoConfig.for_model("llama", **LLAMA, **special)
         start = partial(AutoModelForCausalLM.from_config, config)
@@ -191,7 +195,8 @@ class _Demo:
 
     def from_checkpoint(self, checkpoint: str) -> dict[str, Any]:
         """Retrofit a standard model, then train both models further."""
-        standard, tokenizer = _load_checkpoint(checkpoint)
+        with status(self.console, f"Loading {checkpoint} ..."):
+            standard, tokenizer = _load_checkpoint(checkpoint)
         data = self.tokenize(tokenizer)
         self.heading(f"Act one: {checkpoint}, retrofitted to attention residuals")
         self.show_retrofit(standard, retrofit(standard), tokenizer, data)
@@ -211,7 +216,8 @@ class _Demo:
     def tokenize(self, tokenizer: PreTrainedTokenizerBase) -> ComparisonData:
         """Cut the text into blocks, and print its size."""
         text = self.text
-        data = comparison_data(text.train, text.held_out, tokenizer, LENGTH, least=2 * BATCH_SIZE)
+        with status(self.console, "Tokenising the text ..."):
+            data = comparison_data(text.train, text.held_out, tokenizer, LENGTH, least=2 * BATCH_SIZE)
         sizes = {
             "training_documents": len(text.train),
             "held_out_documents": len(data.documents.unique()),

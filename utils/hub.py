@@ -81,6 +81,8 @@ def check_no_lone_adapter(folder: Path, source: str | os.PathLike) -> None:
 def check_source(source: str | os.PathLike, known: Collection[str] = (), *, is_tokenizer: bool = False) -> None:
     """Raise if a model is neither a directory nor in the Hub's cache, and the Hub cannot be reached.
 
+    If it is in the cache and the Hub cannot be reached, this process sends no further requests to the Hub.
+
     Args:
         source: The directory or Hub id.
         known: Other names that the caller accepts. The message proposes a similar one.
@@ -91,21 +93,29 @@ def check_source(source: str | os.PathLike, known: Collection[str] = (), *, is_t
         ValueError: It is the directory of an adapter.
     """
     check_path(source, is_tokenizer=is_tokenizer)
-    if not Path(source).is_dir() and not is_cached("models", str(source)) and is_offline():
+    if Path(source).is_dir() or not is_offline():
+        return
+    if not is_cached("models", str(source)):
         raise FileNotFoundError(
             f"{source} is not a directory, and the Hub does not give it: the Hub cannot be reached, and its cache here "
             f"does not have it.{meant(str(source), known)}"
         )
+    use_cache_alone()
 
 
 def check_dataset(source: str, name: str) -> None:
     """Raise FileNotFoundError if a data set is not in a cache, and the Hub cannot be reached.
 
+    If it is in a cache and the Hub cannot be reached, this process sends no further requests to the Hub.
+
     Args:
         source: The data set as the user wrote it, which is no file or folder here.
         name: Its id on the Hub.
     """
-    if is_dataset_cached(name) or not is_offline():
+    if not is_offline():
+        return
+    if is_dataset_cached(name):
+        use_cache_alone()
         return
     folder = Path(source).parent
     files = [str(path) for path in folder.iterdir()] if folder.is_dir() else []
@@ -113,6 +123,13 @@ def check_dataset(source: str, name: str) -> None:
         f"{source} is not a file or folder here, and the Hub does not give it: the Hub cannot be reached, and its "
         f"cache here does not have it.{meant(source, files)}"
     )
+
+
+def use_cache_alone() -> None:
+    """Make this process send no requests to the Hub, of which each would be repeated for half a minute."""
+    # Libraries that are imported later read the variable. `huggingface_hub` has read it.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
 
 
 def check_repo(repo: str, revision: str | None = None) -> None:
@@ -202,4 +219,5 @@ __all__ = [
     "is_dataset_cached",
     "is_offline",
     "meant",
+    "use_cache_alone",
 ]

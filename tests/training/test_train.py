@@ -275,6 +275,7 @@ def test_healing_a_model_that_was_not_converted_is_refused(command, folders, tmp
     (line,) = done.stderr.splitlines()
     assert "has standard residual connections, so there is nothing to heal." in line
     assert f"`attnres convert {folders['source']} DIR`" in line and "add 'retrofit={}'" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_terminated_run_saves_a_checkpoint_and_resumes_from_it(uninterrupted, command, tmp_path):
