@@ -78,8 +78,17 @@ class ResidualDecoderLayer:
         Args:
             hidden_states: the depth state; backbones call their layers with this name.
             kwargs: as in `forward`.
+
+        Raises:
+            TypeError: an adapter around the layers has replaced a tensor of the state.
         """
         if isinstance(hidden_states, tuple):
+            if not isinstance(hidden_states[0], Tensor):
+                raise TypeError(
+                    f"the depth state holds a {type(hidden_states[0]).__name__} in place of a tensor. An adapter that "
+                    "carries a state from layer to layer, such as PEFT's Shadow, does not work with this residual "
+                    "connection: use another adapter, such as LoRA."
+                )
             return super().__call__(*hidden_states, is_tuple=True, **kwargs)
         return super().__call__(hidden_states, **kwargs)
 

@@ -4,9 +4,13 @@ This file is only installed: it does not travel with weights.
 """
 
 import importlib
+import sys
 from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import transformers
@@ -32,6 +36,8 @@ from .utils.declared import register_connection
 from .utils.wording import did_you_mean
 from .value_residual_attnres import value_residual_tensors
 
+_PEFT_TABLES = "peft.utils.constants"
+
 
 def add_backbone(model_type: str, sublayers: Sublayers) -> None:
     """Add another decoder of `transformers` to the family; `attnres_{model_type}` becomes a model type.
@@ -51,6 +57,36 @@ def add_backbone(model_type: str, sublayers: Sublayers) -> None:
     BACKBONES[model_type] = sublayers if callable(sublayers) else tuple(sublayers)
     config_class = backbones_attnres.config_on(model_type)
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    if _PEFT_TABLES in sys.modules:
+        _enter_in_peft(sys.modules[_PEFT_TABLES])
+
+
+def _enter_in_peft(constants: ModuleType) -> None:
+    """Give the family's model types the entries of their backbones in PEFT's tables of default target modules."""
+    for name, table in vars(constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
+            for backbone in BACKBONES:
+                if backbone in table:
+                    table.setdefault(backbones_attnres.config_on(backbone).model_type, table[backbone])
+
+
+class _PeftImport(MetaPathFinder):
+    """Calls [`_enter_in_peft`] as soon as PEFT is imported, which this package does not do itself."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return the usual specification of the file with PEFT's tables, with one more step in its execution."""
+        if name != _PEFT_TABLES:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _enter_in_peft(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 
 def register_residual_connection(connection: type[ResidualConnection]) -> type[ResidualConnection]:
@@ -142,6 +178,8 @@ for _auto_class, _name in AttnResKimiK3Model.auto_classes.items():
 for _backbone, _sublayers in BACKBONES.items():
     if _backbone != AttnResConfig.backbone:
         add_backbone(_backbone, _sublayers)
+if _PEFT_TABLES not in sys.modules:
+    sys.meta_path.insert(0, _PeftImport())
 
 
 def __getattr__(name: str) -> type:

@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,12 +37,12 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", tor
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Parts of the names of tensors that a model has or lacks -> the fields that decide it.
 _BY_FIELD = {
-    (".self_attn.g_proj.",): "`mla_use_output_gate` and `use_full_rank_gate`",
-    (".self_attn.g_a_proj.", ".self_attn.g_b_proj."): "`use_full_rank_gate`",
-    (".self_attn.q_proj.", ".self_attn.q_a_", ".self_attn.q_b_proj."): "`q_lora_rank`",
-    (".routed_expert_down_proj.", ".routed_expert_up_proj."): "`routed_expert_hidden_size`",
-    (".routed_expert_norm.",): "`latent_moe_use_norm`",
-    (".shared_experts.",): "`num_shared_experts`",
+    (".self_attn.g_proj.weight",): "`mla_use_output_gate` and `use_full_rank_gate`",
+    (".self_attn.g_a_proj.weight", ".self_attn.g_b_proj.weight"): "`use_full_rank_gate`",
+    tuple(f".self_attn.{name}.weight" for name in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj")): "`q_lora_rank`",
+    (".routed_expert_down_proj.weight", ".routed_expert_up_proj.weight"): "`routed_expert_hidden_size`",
+    (".routed_expert_norm.weight",): "`latent_moe_use_norm`",
+    tuple(f".shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")): "`num_shared_experts`",
     ("_res_proj.", "_res_norm."): "`attn_res_block_size`",
 }
 # A tensor under the name that it has in the model, and not in a release.
@@ -198,6 +198,14 @@ def _in_words(names: Iterable[str], limit: int = 3) -> str:
     return ", ".join(f"`{name}`" for name in names[:limit]) + more
 
 
+def _lacks(missing: Collection[str]) -> str:
+    """Return the message on tensors that a checkpoint lacks."""
+    remedy = "Copy all of its files"
+    if all(name.endswith("lm_head.weight") for name in missing):
+        remedy += ", or, if it holds a decoder without a head, load it by `AutoModel`"
+    return f"the checkpoint lacks {_in_words(missing)}. {remedy}."
+
+
 def prefix_of(names: Iterable[str]) -> str:
     """Return the prefix of the text model's tensors among these names: `PREFIX`, or "" for a text model alone."""
     return PREFIX if any(name.startswith(PREFIX) for name in names) else ""
@@ -292,7 +300,7 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
             "routed experts may be packed, each with its scale."
         )
     if missing:
-        raise ValueError(f"the checkpoint lacks {_in_words(missing)}. Copy all of its files.")
+        raise ValueError(_lacks(missing))
     experts = [prefix + name for name in text if ".experts." in name]
     if experts:
         raise ValueError(
@@ -322,7 +330,7 @@ def check_own_names(names: Iterable[str], tensors: Iterable[str]) -> None:
     held = {name.removeprefix("model.") for name in tensors}
     missing = [name for name in names if name.removeprefix("model.") not in held]
     if missing := [name for name in missing if "_res_proj." not in name and "_res_norm." not in name]:
-        raise ValueError(f"the checkpoint lacks {_in_words(missing)}. Copy all of its files.")
+        raise ValueError(_lacks(missing))
 
 
 def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: str) -> set[str]:

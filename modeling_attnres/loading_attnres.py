@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
 
@@ -81,8 +81,21 @@ def check_added(model: nn.Module, added: dict, missing: Collection[str], source:
             shape, tensor = tensor.shape, load_offloaded_parameter(model, name)
             if tensor.shape != shape:
                 check_shapes([(name, tensor.shape, shape)], source)
-        if not tensor.is_meta and not torch.isfinite(tensor).all():
+        is_quantised = getattr(model, "hf_quantizer", None) is not None
+        parts = _parts(tensor) if is_quantised else [tensor]
+        if not all(part.is_meta or torch.isfinite(part).all() for part in parts):
             raise ValueError(f"{source}: `{name}` holds NaN or infinite values. Use an earlier checkpoint.")
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the wide tensors that a quantised tensor consists of, such as its scales.
+
+    A quantised tensor itself answers few questions. Its scales hold the NaN and infinite values that it was made of.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    return [tensor] if tensor.dtype.itemsize > 1 else []
 
 
 def check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]], source: str | os.PathLike) -> None:

@@ -99,6 +99,19 @@ class AttnResForCausalLM(ResidualLanguageModel, AttnResPreTrainedModel, kimi_lin
     model_class = AttnResModel
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Start continuous batching as `transformers` does; `generate_batch` calls this.
+
+        Raises:
+            ValueError: a layer has linear attention.
+        """
+        if "linear_attention" in self.config.layer_types:
+            raise ValueError(
+                "continuous batching keeps pages of keys and values, but linear attention keeps a state: call "
+                "`generate` in place of `generate_batch`."
+            )
+        return super().init_continuous_batching(*args, **kwargs)
+
     @staticmethod
     def create_masks_for_generate(
         config: AttnResConfig,

@@ -30,6 +30,7 @@ from .documents_attnres import (
 
 # The name of the cache among a model's arguments, which `transformers` 5.24 changed.
 CACHE_NAME = "cache" if "cache" in signature(KimiLinearModel.forward).parameters else "past_key_values"
+_HIDDEN = -100.0  # a number that is added to scores and is lower than this hides a token
 # Name of an attribute that this file sets on a cache: `[batch, tokens]`, false for padding, which the cache itself does
 # not mark. As an attribute, it stays with the cache when that is copied or saved.
 _REAL = "attnres_real_tokens"
@@ -80,6 +81,7 @@ def read_square_mask(
         ValueError: the mask shows later tokens, or hides more than these, padding and other documents.
     """
     is_seen = mask if mask.dtype == torch.bool else mask == 0
+    is_plain = is_seen | (mask < _HIDDEN)  # else it adds biases to the scores, which linear attention does not have
     first = is_seen[:, 0]  # (batch, length, tokens)
     past, now = first[..., :seen], first[..., seen : seen + length]
     index = torch.arange(length, device=mask.device)
@@ -101,7 +103,7 @@ def read_square_mask(
     beyond = first[..., seen + length :] & is_real.unsqueeze(-1)
     is_same = (is_seen == is_seen[:, :1]) | ~is_real[:, None, :, None]
     is_causal = ~sees_later | now.all(-1)
-    is_readable = is_causal.all() and is_honoured.all() and is_same.all() and not beyond.any()
+    is_readable = is_plain.all() and is_causal.all() and is_honoured.all() and is_same.all() and not beyond.any()
     if first.shape[-1] == seen + length and bool(is_readable) and not bool(is_past_honoured.all()):
         raise ValueError(
             f"linear attention cannot apply this mask of shape {list(mask.shape)}: it must show the {seen} tokens in "
@@ -111,9 +113,9 @@ def read_square_mask(
     if first.shape[-1] < seen + length or not bool(is_readable and is_past_honoured.all()):
         raise ValueError(
             f"linear attention cannot apply this mask of shape {list(mask.shape)}: it must hide later tokens, and "
-            "nothing else but padding and other documents. Pass a mask [batch, tokens] or `position_ids` that restart; "
-            "or a dictionary with a mask for each kind of layer, 'full_attention' and 'linear_attention' (None or "
-            "[batch, tokens])."
+            "nothing else but padding and other documents, and add nothing to scores. Pass a mask [batch, tokens] or "
+            "`position_ids` that restart; or a dictionary with a mask for each kind of layer, 'full_attention' and "
+            "'linear_attention' (None or [batch, tokens])."
         )
     return (None if bool(is_real.all()) else is_real), (documents if bool(documents.any()) else None)
 
@@ -214,12 +216,18 @@ def for_linear_attention(
         The arguments, with `real_tokens`, `seq_idx` and `cu_seqlens` for the layers where they need them.
 
     Raises:
-        ValueError: they have a mask that linear attention cannot apply, or positions of more than two dimensions.
+        ValueError: they have a mask that linear attention cannot apply, positions of more than two dimensions, or a
+            cache of keys and values alone.
     """
     shape = shape_of(arguments)
     if shape is None:
         return arguments
     length, cache, mask = shape[1], cache_of(arguments), arguments.get("attention_mask")
+    if layer_idx < len(getattr(cache, "layers", ())) and not hasattr(cache.layers[layer_idx], "update_conv_state"):
+        raise ValueError(
+            f"the cache has keys and values for layer {layer_idx}, which has linear attention and keeps a state. Pass "
+            "`DynamicCache(config=model.config)`. PEFT's prefix tuning makes such a cache: use another adapter."
+        )
     # In every pass, because another one may fill the cache again without a mask over pairs.
     _cut_note(cache)
     positions = arguments.get("position_ids")

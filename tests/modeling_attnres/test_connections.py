@@ -3,7 +3,6 @@
 import pytest
 import torch
 from accelerate import cpu_offload
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnres
@@ -106,17 +105,18 @@ def test_checkpointing_gives_the_same_gradients_of_adapters_that_follow_layers_b
     backbones, connection, value_residual, use_reentrant
 ):
     """PEFT's aLoRA removes its hooks in a full backward hook of each layer, which must run after its backward pass."""
+    peft = pytest.importorskip("peft")
     token_ids, found = backbones.token_ids(), []
     for checkpointing in (False, True):
         model = build(backbones, "llama", connection, value_residual=value_residual).train()
-        config = LoraConfig(
+        config = peft.LoraConfig(
             task_type="CAUSAL_LM",
             target_modules=["q_proj", "v_proj"],
             alora_invocation_tokens=token_ids[0, 4:6].tolist(),
             init_lora_weights=False,  # otherwise half of the gradients are zero
         )
         torch.manual_seed(0)
-        model = get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
             model.enable_input_require_grads()  # else the first layer has no input with a gradient

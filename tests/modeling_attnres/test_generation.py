@@ -226,6 +226,19 @@ def test_text_generation_pipeline_continues_a_batch_of_texts(model, generate, to
         assert continuation["generated_text"].split() == tokenizer.decode(expected, skip_special_tokens=True).split()
 
 
+def test_continuous_batching_is_refused_where_a_layer_keeps_a_state(tiny_model):
+    with pytest.raises(ValueError, match="linear attention keeps a state: call `generate`"):
+        tiny_model().generate_batch([[3, 4, 5]], GenerationConfig(max_new_tokens=2))
+
+
+def test_a_cache_of_keys_and_values_alone_is_refused_where_a_layer_keeps_a_state(tiny_model):
+    """PEFT's prefix tuning makes such a cache."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(tiny_model(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match=r"keys and values for layer 0, .*PEFT's prefix tuning makes such a cache"):
+        adapted(torch.tensor([[3, 4, 5]]))
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma3_text"])
 def test_continuous_batching_generates_what_each_prompt_alone_does(backbones, case):
     """Its passes hold tokens of several requests in one row, beside a paged cache."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.kimi_k3_layout_attnres import decode_mxfp4, released_shapes
@@ -354,6 +354,21 @@ def test_tensors_that_a_wrong_field_leaves_out_are_named(changed, change, tensor
         _, info = AutoModelForCausalLM.from_pretrained(changed(change), output_loading_info=True)
     # Of unexpected tensors `transformers` reports that they can be ignored.
     assert not info["unexpected_keys"]
+
+
+@pytest.mark.parametrize("end", ["layers.0.self_attn.q_proj.bias", "layers.3.self_attn.q_a_proj.bias"])
+def test_no_field_is_blamed_for_a_stray_tensor(changed, end):
+    source = changed(lambda config, tensors: tensors.update({f"{LAYERS.removesuffix('layers.')}{end}": torch.ones(1)}))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the checkpoint holds", FamilyWarning)
+        _, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True)
+    assert info["unexpected_keys"] == {f"model.{end}"}
+
+
+def test_a_decoder_that_is_loaded_as_a_language_model_names_the_class_that_loads_it(composite, tmp_path):
+    AutoModel.from_pretrained(composite).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks `language_model.lm_head.weight`.*decoder without a head.*`AutoModel`"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,13 @@ def test_a_mask_that_linear_attention_cannot_apply_is_refused_with_a_remedy(mode
     assert model(ids[:1, :12], attention_mask=masks).logits.shape == (1, 12, 99)
 
 
+def test_a_mask_that_adds_biases_to_scores_is_refused(model, ids):
+    """Otherwise its entries, of which none is zero, would make padding of all tokens."""
+    mask = torch.full((12, 12), -torch.inf).triu(1) + torch.linspace(-1, 1, 12)
+    with pytest.raises(ValueError, match=r"linear attention cannot apply this mask .* add nothing to scores"):
+        model(ids[:, :12], attention_mask=mask.expand(4, 1, 12, 12))
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_first_chunk_of_padding_alone_changes_no_state(model, ids, first):
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])

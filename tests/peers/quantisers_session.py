@@ -20,6 +20,7 @@ from torch import Tensor
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel, TorchAoConfig
 
+from attnres.configuration import load as load_configuration
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
 
@@ -63,6 +64,26 @@ def torchao() -> dict:
     }
 
 
+def torchao_with_gates() -> dict:
+    """Int8 weights of tensors that the family adds and checks: gates of attention, in a retrofit and in Kimi K3."""
+    quantised = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig(version=2))}
+    gated = retrofit(load(checkpoint), block_size=3, attention_gate="sdpa")
+    gated.save_pretrained("gated")
+    released = AutoModelForCausalLM.from_config(load_configuration("attnres-k3-tiny", vocab_size=512)).eval()
+    released.save_pretrained("kimi-k3")
+    gated.model.layers[1].self_attn.g_proj.weight.data[3, 4] = float("nan")
+    gated.save_pretrained("damaged")
+    try:
+        refused = load("damaged", **quantised) and ""
+    except ValueError as error:
+        refused = str(error)
+    return {
+        "gated": distance(logits(load("gated", **quantised)), logits(load("gated"))),
+        "kimi-k3": distance(logits(load("kimi-k3", **quantised)), logits(released)),
+        "damaged": refused,
+    }
+
+
 def compressed_tensors() -> dict:
     """A checkpoint of packed int8 weights, one scale for each row; converted as it is, file by file."""
     weights = QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=True)
@@ -88,5 +109,5 @@ def compressed_tensors() -> dict:
     }
 
 
-seen = {"torchao": torchao(), "compressed-tensors": compressed_tensors()}
+seen = {"torchao": torchao(), "with gates": torchao_with_gates(), "compressed-tensors": compressed_tensors()}
 Path(out).write_text(json.dumps(seen))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LNTuningConfig, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LNTuningConfig, LoraConfig, PeftModel, ShadowConfig, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import load_file
 from torch import Tensor
@@ -438,6 +438,35 @@ def test_peft_alone_trains_and_saves_the_attn_res_tensors_in_modules_to_save(bas
         adapted.save_pretrained(tmp_path)
         again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base(name)), tmp_path).eval()
         assert torch.allclose(again(ids).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["attnres_llama", "attnres_qwen3", "attnres_gpt_neox"])
+def test_peft_chooses_the_targets_that_it_chooses_for_the_backbone(base, name):
+    model = AutoModelForCausalLM.from_pretrained(base(name))
+    backbone = AutoConfig.for_model(name.removeprefix("attnres_"), **SMALL | (MODELS[name] or {}))
+    adapted, standard = (
+        get_peft_model(model, LoraConfig()).peft_config["default"].target_modules
+        for model in (model, AutoModelForCausalLM.from_config(backbone))
+    )
+    assert adapted == standard
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["attnres", "peft"])
+def test_peft_knows_the_family_in_either_order_of_imports(first):
+    code = (
+        f"import sys, {first}; alone = {first!r} == 'peft' or 'peft' not in sys.modules; import attnres, peft\n"
+        "from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as targets\n"
+        "assert alone and targets['attnres_llama'] == targets['llama']"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_adapter_with_a_state_beside_the_layers_is_refused_in_one_line(base):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base("attnres_llama")), ShadowConfig())
+    with pytest.raises(TypeError, match=r"holds a ShadowCarrier in place of a tensor.* such as PEFT's Shadow"):
+        model(torch.arange(3, 9)[None])
 
 
 @torch.no_grad()
