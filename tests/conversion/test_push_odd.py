@@ -1,7 +1,6 @@
 """`attnres push` copes with edits by people and other tools, failures, and hostile directories."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
