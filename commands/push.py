@@ -18,7 +18,7 @@ from attnres.conversion.card_metadata import read
 from attnres.conversion.cards import CARD, no_hub_ids
 from attnres.conversion.publication import INSPECTION, Publication, plan_publication
 from attnres.conversion.publishing import UploadOptions, publish
-from attnres.conversion.source_files import check_text
+from attnres.conversion.source_files import check_file
 from attnres.eval.hub_results import FOLDER, is_written_here, read_results
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
@@ -110,7 +110,7 @@ def _results(folder: Path, is_required: bool = False) -> dict[Path, list[EvalRes
     """Return the results of evaluations in a folder by their files. Raise an error if required results are missing."""
     paths = sorted((folder / FOLDER).glob("*.yaml"))
     for path in paths:
-        check_text(folder, path)
+        check_file(folder, path)
     return read_results(folder) if paths or is_required else {}
 
 

@@ -26,7 +26,7 @@ from .card_parts import appended, part, put, unmarked
 from .family import DEFAULT_CONNECTION
 from .kimi_k3 import describe_layout
 from .markdown import code, escape, is_hub_id, link, python_text, shell_word
-from .source_files import check_text
+from .source_files import check_file
 
 CARD = "README.md"
 # Auto class -> the Hub's name of the task. A model may have several Auto classes: the first one here counts.
@@ -138,12 +138,12 @@ def read_card(folder: Path) -> str | None:
     """Return the card in a model's directory, or None if it has none.
 
     Raises:
-        OSError, ValueError: It is not a regular file in the directory, has more than 1 MiB, or is not in UTF-8.
+        OSError, ValueError: It is a link out of the directory, has more than 1 MiB, or is not in UTF-8.
     """
     path = folder / CARD
     if not path.exists() and not path.is_symlink():
         return None
-    check_text(folder, path)
+    check_file(folder, path)
     if path.stat().st_size > _MAX_CARD:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes, but a card may have at most {_MAX_CARD:,}.")
     return decode_card(path.read_bytes(), str(path))

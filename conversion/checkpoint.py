@@ -24,7 +24,7 @@ from attnres.utils.model_files import RECORD, SIDE_FILES
 
 from .pickles import read_pickle, read_pickle_shapes
 from .shards import DTYPES, Entry, Shard, explain_writing, read_pieces, read_shard
-from .source_files import check_file, check_text, read_object
+from .source_files import read_object
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
 
@@ -141,14 +141,12 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
     Raises:
         FileNotFoundError: There are no weights, or the index names a file or tensor that does not exist.
         OSError: A file is truncated or damaged.
-        ValueError: A pickle runs code when it is loaded; or a file is a link out of the directory, or the configuration
-            names another file of weights.
+        ValueError: A pickle runs code when it is loaded, or the configuration names another file of weights.
     """
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (folder / single).exists():
             files, weight_map = [single], None
         elif (folder / index).exists():
-            check_text(folder, folder / index)
             weight_map = _read_index(folder / index)
             files = sorted(set(weight_map.values()))
         else:
@@ -156,8 +154,6 @@ def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
         _check_named(folder, single if weight_map is None else index)
         if weight_map is not None:
             _check_index(folder / index, files, Path(single).suffix)
-        for file in files:
-            check_file(folder, folder / file)
         if single == WEIGHTS_NAME:
             check_space(scratch.parent, sum((folder / file).stat().st_size for file in files))
             shards = []
@@ -271,7 +267,6 @@ def _check_named(folder: Path, taken: str) -> None:
     path = folder / CONFIG_NAME
     if not path.exists():
         return  # `read_config` raises an error for it
-    check_text(folder, path)
     named_file = read_object(path).get(NAMED_WEIGHTS)
     if named_file not in (None, taken):
         raise ValueError(

@@ -27,7 +27,7 @@ from .checkpoint import NAMED_WEIGHTS, Checkpoint, same_bytes
 from .shards import DTYPES
 from .sizes import check_sizes
 from .source_code import PIPELINES
-from .source_files import check_text, read_object
+from .source_files import read_object
 
 # A tensor of one expert: "model.layers.0.mlp.experts", the expert's number, and its part, such as "w1.weight".
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
@@ -47,7 +47,6 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     folder = checkpoint.folder
     if not (folder / CONFIG_NAME).exists():
         raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}.")
-    check_text(folder, folder / CONFIG_NAME)
     with explain_config(folder):
         check_sizes(folder / CONFIG_NAME, checkpoint)
         if is_kimi_k3(read_object(folder / CONFIG_NAME)):

@@ -31,7 +31,7 @@ from .plan import Plan
 from .shards import Entry
 from .source import ConversionSource
 from .source_code import AUTO_MAP, code_fields, references
-from .source_files import check_text, json_text, read_object
+from .source_files import check_file, json_text, read_object
 
 # Fields of the text model that a composite `config.json` repeats.
 _REPEATED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
@@ -298,7 +298,7 @@ def _read_record(folder: Path) -> tuple[str, str] | None:
     path = folder / RECORD
     if not path.exists() and not path.is_symlink():
         return None
-    check_text(folder, path)
+    check_file(folder, path)
     record = read_object(path)
     text, prefix = record.get("text_of_config.json"), record.get("prefix_added")
     try:

@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import printable
 
-from .source_files import check_text, read_json
+from .source_files import check_file, read_json
 
 _MAX_SHOWN = 300  # characters of a reason or value in a message
 # The end of a message of `transformers`, which names no file.
@@ -34,7 +34,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
         The settings.
 
     Raises:
-        OSError: The file is damaged or not a regular file.
+        OSError: The file is damaged.
         ValueError: `transformers` refuses the settings, or the file is a link out of the directory. The message names
             the file and the value.
     """
@@ -67,7 +67,7 @@ def _read(folder: Path) -> tuple[GenerationConfig, Path, dict]:
     # A broken link is an error, not an absent file.
     if not path.exists() and not path.is_symlink():
         path, options = folder / CONFIG_NAME, {"_from_model_config": True}
-    check_text(folder, path)
+    check_file(folder, path)
     settings = read_json(path)
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds {_shown(json.dumps(settings))}, not a JSON object. Correct or remove the file.")

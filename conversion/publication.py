@@ -28,7 +28,7 @@ from .shards import DTYPES, copy_shard
 from .side_files import TOKENIZER_FILES
 from .source import unpublished_model
 from .source_code import AUTO_MAP, code_fields, module_of, references, with_imports
-from .source_files import check_file, check_text, read_json, read_object
+from .source_files import check_file, read_json, read_object
 
 RESULTS, INSPECTION = ".eval_results", "inspection"
 _SAVE = "Save it again by `save_pretrained`."
@@ -204,7 +204,7 @@ def _code(folder: Path, config: ResidualConfig) -> list[str]:
 
 def _references_in(folder: Path, path: Path) -> list[str]:
     """Return the references to code in a JSON file, at any depth."""
-    check_text(folder, path)
+    check_file(folder, path)
     referred: list[str] = []
     for fields, key in code_fields(read_json(path)):
         if key == AUTO_MAP:

@@ -14,7 +14,7 @@ from attnres.utils.model_files import OTHER_PATTERNS, SOURCE_CODE, TOKENIZER_PAT
 from attnres.utils.quiet import quiet_transformers
 
 from .source_code import AUTO_MAP, code_fields, copy_code, references, shown
-from .source_files import check_file, check_text, read_json, read_object, write_json
+from .source_files import check_file, read_json, read_object, write_json
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # A directory with a tokenizer has at least one of these.
@@ -43,7 +43,7 @@ def copy_side_files(
         Notes for the user on code, one line each.
 
     Raises:
-        OSError: A file is damaged or not a regular file, or code that the tokenizer needs does not exist.
+        OSError: A file is damaged, or code that the tokenizer needs does not exist.
         ValueError: A file is a link to a file outside `folder`, or refers to code outside it.
     """
     paths = _side_files(folder)
@@ -83,7 +83,7 @@ def _side_files(folder: Path) -> dict[Path, bool]:
     paths |= {path: False for pattern in OTHER_PATTERNS for path in sorted(folder.glob(pattern))}
     paths = {path: is_of_tokenizer for path, is_of_tokenizer in paths.items() if path.exists() and not path.is_dir()}
     for path in paths:
-        (check_text if path.suffix == ".json" else check_file)(folder, path)
+        check_file(folder, path)
     return paths
 
 

@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from attnres.utils.model_files import SOURCE_CODE
 
-from .source_files import check_text
+from .source_files import check_file
 
 AUTO_MAP = "auto_map"
 PIPELINES = "custom_pipelines"
@@ -108,7 +108,7 @@ def copy_code(
         The value with references to the copies, and the sorted paths of the copies relative to `target`.
 
     Raises:
-        OSError: A file does not exist, or is not a regular file.
+        OSError: A file does not exist.
         ValueError: A path leads out of `folder`, or another file has the same name in `target`.
     """
     files = []
@@ -148,12 +148,12 @@ def with_imports(code: Path, folder: Path) -> list[Path]:
         The paths.
 
     Raises:
-        OSError: A file does not exist, or is not a regular file.
+        OSError: A file does not exist.
         ValueError: A file leads out of the directory.
     """
     files = [code]
     for path in files:  # the loop also visits the files that it appends
-        check_text(folder, path)
+        check_file(folder, path)
         for module in sorted(get_relative_imports(path)):
             # `get_relative_imports` searches the file by a pattern, so it may return any text of the file.
             if not module.isidentifier():

@@ -1,25 +1,22 @@
 """Check and read files of a source, which other people wrote.
 
-No file is opened before it is known to be a regular file within the model's directory, and of a size that can be read.
+No file is opened before it is known to lie within the model's directory.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-# More bytes than an index of a million tensors has, or a vocabulary of a million tokens with its merges.
-_MAX_TEXT = 100 * 10**6
-
 
 def check_file(folder: Path, path: Path) -> None:
-    """Raise unless a path in a model's directory is a regular file within it, after links are followed.
+    """Raise unless a path in a model's directory exists within it, after links are followed.
 
     Args:
         folder: The model's directory.
         path: The path.
 
     Raises:
-        OSError: It is not a file. Opening a pipe may take for ever, and so may reading a device.
+        FileNotFoundError: It is not there.
         ValueError: It is a link out of the directory.
     """
     target, root = path.resolve(), folder.resolve()
@@ -29,29 +26,10 @@ def check_file(folder: Path, path: Path) -> None:
         raise ValueError(f"{path} is a link to {target}, outside the model's directory. Put the file itself there.")
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there.")
-    if not path.is_file():
-        raise OSError(f"{path} is not a file. Put one there, or remove it.")
-
-
-def check_text(folder: Path, path: Path) -> None:
-    """Raise unless a path is a regular file as for [`check_file`], and small enough to be read as a whole.
-
-    Args:
-        folder: The model's directory.
-        path: The path.
-
-    Raises:
-        OSError: It is not a file, or larger than 100 MB.
-        ValueError: It is a link out of the directory.
-    """
-    check_file(folder, path)
-    size = path.stat().st_size
-    if size > _MAX_TEXT:
-        raise OSError(f"{path} has {size:,} bytes, but may have {_MAX_TEXT:,} at most. Copy it again, or remove it.")
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file that has passed [`check_text`].
+    """Return the content of a JSON file that has passed [`check_file`].
 
     Raises:
         OSError: It is damaged.
@@ -80,7 +58,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_object(path: Path) -> dict:
-    """Return the JSON object in a file that has passed [`check_text`].
+    """Return the JSON object in a file that has passed [`check_file`].
 
     Raises:
         OSError: It is damaged, or holds another JSON value.
@@ -91,4 +69,4 @@ def read_object(path: Path) -> dict:
     return fields
 
 
-__all__ = ["check_file", "check_text", "json_text", "read_json", "read_object", "write_json"]
+__all__ = ["check_file", "json_text", "read_json", "read_object", "write_json"]

@@ -102,8 +102,7 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
         raise data_missing(benchmark, data, str(error), is_absent=True) from error
     except DatasetsError as error:
-        damaged = data_folder.damaged_file(folder) if folder else None
-        raise data_missing(benchmark, data, damaged or f"{error}: {error.__cause__}") from error
+        raise data_missing(benchmark, data, f"{error}: {error.__cause__}") from error
     except Exception as error:
         if data is None and benchmark.dataset is not None and data_folder.is_script_refused(str(error)):
             return load(benchmark, _download(benchmark))

@@ -50,12 +50,7 @@ def _configs(readme: Path) -> list[Any]:
     """Return the entry `configs` of the README's metadata."""
     try:
         head = load_card_metadata(readme) or {}
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        # Marks count from 0, and the first line of the file opens the metadata.
-        place = f" in line {mark.line + 2}" if mark else ""
-        raise ValueError(f"the head of {readme} is not YAML{place}: {getattr(error, 'problem', error)}") from error
-    except ValueError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{readme} cannot be read: {error}") from error
     configs = head.get("configs") or []
     if not isinstance(configs, list) or not all(isinstance(config, dict) for config in configs):
@@ -161,19 +156,6 @@ def is_script_refused(reason: str) -> bool:
         reason: The message of its error.
     """
     return "scripts are no longer supported" in reason
-
-
-def damaged_file(folder: Path) -> str | None:
-    """Return one line that names the first damaged Parquet file, or `None`. Errors of `datasets` do not name it."""
-    from pyarrow import ArrowException, parquet
-
-    for path in sorted(folder.rglob("*.parquet")):
-        try:
-            for _ in parquet.ParquetFile(path).iter_batches():
-                pass
-        except (ArrowException, OSError) as error:
-            return f"{path} is damaged: {error}"
-    return None
 
 
 def revision(source: str | None, dataset: Mapping[str, Any]) -> str | None:

@@ -204,8 +204,6 @@ def _read(path: Path) -> list[EvalResultEntry]:
         entries = [entry for item in content for entry in parse_eval_result_entries([item])]
         if len(entries) < len(content):
             raise ValueError("it holds a result that the Hub refused")
-        for entry in entries:
-            _check(entry)
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         if isinstance(error, KeyError):
@@ -217,35 +215,6 @@ def _read(path: Path) -> list[EvalResultEntry]:
             "writes its files again."
         ) from error
     return entries
-
-
-def _check(entry: EvalResultEntry) -> None:
-    """Raise ValueError if an entry breaks a rule of the Hub that `huggingface_hub` does not check."""
-    if not _is_on_hub(entry.dataset_id):
-        raise ValueError(f"its data set {_shortened(entry.dataset_id)} must be an id such as ORG/NAME")
-    if not _is_finite_number(entry.value):
-        raise ValueError(f"its value {_shortened(entry.value)} must be a finite number")
-    for field in ("task_id", "dataset_revision", "date", "notes"):
-        value = getattr(entry, field)
-        if not isinstance(value, str) and (field == "task_id" or value is not None):
-            raise ValueError(f"its {field} {_shortened(value)} must be text (put it in quotes)")
-
-
-def _is_finite_number(value: object) -> bool:
-    """Return whether a value is a finite number, and not a truth value."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond the largest float
-        return False
-
-
-def _shortened(value: object) -> str:
-    """Return a value for a message, cut after 100 characters."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to write an integer of more than 4300 digits; YAML may hold one in hexadecimal
-        return f"of {value.bit_length():,} bits" if isinstance(value, int) else f"of type {type(value).__name__}"
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 __all__ = ["FOLDER", "HubResults", "is_written_here", "make_results", "read_results", "write_results"]

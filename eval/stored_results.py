@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from textwrap import shorten
-from types import FunctionType, NoneType
+from types import FunctionType
 from typing import Any
 
 from lm_eval.api.task import Task
 
 from .answer_length import answer_tokens, with_answer_tokens
-from .items import HASHES, current_items, differing_parts, items_of
+from .items import current_items, differing_parts, items_of
 from .paper import Benchmark
-from .store import ResultStore, to_json
+from .store import to_json
 
 # The parts of the harness's results that are stored for each task, beside the samples.
 PARTS = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples")
@@ -31,33 +31,12 @@ _MAY_DIFFER = {"dataset_path", "dataset_kwargs", "metadata", "generation_kwargs"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def read_result(store: ResultStore, benchmark: Benchmark, name: str) -> dict[str, Any]:
-    """Return the stored result of a task.
-
-    Args:
-        store: The results of one model.
-        benchmark: The benchmark that holds the task. Its metrics must be in the result.
-        name: The task's name.
-
-    Raises:
-        ValueError: The result is damaged, was edited, or lacks a part, as a result of another version may. The message
-            is one line.
-    """
-    stored = store.read(name)
-    if wrong := _wrong_part(stored, benchmark, name):
-        raise ValueError(
-            f"{store.path(name)} is not in the format of this version: its {wrong} is missing or has another form. "
-            "Remove it, and the same command computes it again."
-        )
-    return stored
-
-
 def check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
     """Raise ValueError if the task's configuration or scoring code changed since its result was stored.
 
     Args:
         task: The task as it is now.
-        stored: The result, as [`read_result`] returns it.
+        stored: The result.
         path: The file of the result, for the message.
     """
     if stored["scoring"] != scoring_digest(task):
@@ -88,7 +67,7 @@ def check_same_items(task: Task, stored: Mapping[str, Any], path: Path, limit: i
 
     Args:
         task: The task as it is now, with its seed and its number of shots set.
-        stored: The result, as [`read_result`] returns it.
+        stored: The result.
         path: The file of the result, for the message.
         limit: How many items of the task are asked, from the first; `None` for all.
     """
@@ -136,53 +115,6 @@ def scoring_digest(task: Task) -> str:
     return sha256("".join(sorted(sha256(path.read_bytes()).hexdigest() for path in files)).encode()).hexdigest()
 
 
-def _wrong_part(stored: Mapping[str, Any], benchmark: Benchmark, name: str) -> str | None:
-    """Return the first part of a result that is missing or of another form, or `None` if all are in order."""
-    number = (int, float)
-    metric_keys = [key for key in (benchmark.metric, benchmark.second) if key]
-    # The keys that lead to each part -> its type. A part stands below the dictionary that holds it, so that each lookup
-    # below is in a dictionary.
-    form: dict[tuple[str, ...], Any] = {
-        **{(part,): dict for part in PARTS},
-        ("results", name): dict,
-        **{("results", name, key): number for key in metric_keys},
-        ("results", name, "sample_len"): int,
-        ("configs", name): dict,
-        ("n-shot", name): int,
-        ("n-samples", name): dict,
-        ("n-samples", name, "original"): int,
-        ("n-samples", name, "effective"): int,
-        ("cut",): number,
-        ("answer_tokens",): (int, NoneType),
-        ("scoring",): str,
-        ("model",): dict,
-        ("model", "model_num_parameters"): int,
-        ("model", "model_dtype"): str,
-        ("samples",): list,
-        ("dataset_revision",): (str, NoneType),
-        ("date",): (str, NoneType),
-    }
-    for keys, kind in form.items():
-        part: Any = stored
-        for key in keys:
-            part = part.get(key)
-        if not isinstance(part, kind):
-            return " of ".join(reversed(keys))
-    if not isinstance(stored["configs"][name].get("metadata") or {}, dict):
-        return f"metadata of {name} of configs"
-    if stored["configs"][name].get("output_type") == "generate_until" and stored.get("answer_tokens") is None:
-        return "answer_tokens"
-    metric_of = _metric_by_filter(benchmark)
-    for sample in stored["samples"]:
-        kinds = {"doc_id": int, "filter": str, **dict.fromkeys(HASHES, str)}
-        if not isinstance(sample, dict) or not all(isinstance(sample.get(key), kind) for key, kind in kinds.items()):
-            return "samples"
-        metric = metric_of.get(sample["filter"])
-        if metric is not None and not _is_score(sample.get(metric)):
-            return f"{metric} of a sample"
-    return None
-
-
 def _metric_by_filter(benchmark: Benchmark) -> dict[str, str]:
     """Return the metric of each filter whose scores a benchmark reports."""
     keys = [key.split(",") for key in (benchmark.metric, benchmark.second) if key]
@@ -197,4 +129,4 @@ def _is_score(value: object) -> bool:
         return False
 
 
-__all__ = ["PARTS", "check_same_items", "check_same_task", "check_scores", "read_result", "scoring_digest"]
+__all__ = ["PARTS", "check_same_items", "check_same_task", "check_scores", "scoring_digest"]

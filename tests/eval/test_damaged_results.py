@@ -13,7 +13,6 @@ from attnres.eval.benchmarks import pick
 from attnres.eval.options import EvalOptions
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import check_run
-from attnres.eval.store import ResultStore
 
 TASK = "arc_challenge"
 
@@ -44,38 +43,6 @@ def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
         return str(error.value)
 
     return run
-
-
-# Each changed result is stored with a valid hash, as another version of the package would store it.
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda result: result.clear(), "results"),
-        (lambda result: result.pop("configs"), "configs"),
-        (lambda result: result.update(configs=[]), "configs"),
-        (lambda result: result.update(configs={}), f"{TASK} of configs"),
-        (lambda result: result["configs"][TASK].update(metadata=3), f"metadata of {TASK} of configs"),
-        (lambda result: result["n-samples"][TASK].pop("effective"), f"effective of {TASK} of n-samples"),
-        (lambda result: result["results"][TASK].pop("acc_norm,none"), f"acc_norm,none of {TASK} of results"),
-        (lambda result: result["model"].clear(), "model_num_parameters of model"),
-        (lambda result: result.update(dataset_revision={}), "dataset_revision"),
-        (lambda result: result.update(samples=None), "samples"),
-        (lambda result: result["samples"][1].pop("target_hash"), "samples"),
-        (lambda result: result["samples"][1].update(doc_id=[]), "samples"),
-        (lambda result: result["samples"][1].update(acc_norm=None), "acc_norm of a sample"),
-        (lambda result: result["samples"][1].update(acc_norm=float("nan")), "acc_norm of a sample"),
-        (lambda result: result["configs"][TASK].update(output_type="generate_until"), "answer_tokens"),
-    ],
-)
-def test_the_message_on_a_stored_result_of_another_form_names_the_part(change, part, refusal, tmp_path):
-    path = tmp_path / "out" / "model" / f"{TASK}.json"
-    store = ResultStore(path.parent, json.loads((path.parent / "setup.json").read_text()))
-    result = store.read(TASK)
-    change(result)
-    store.write(TASK, result)
-    message = refusal()
-    assert message.startswith(f"{path} is not in the format of this version: its {part} is missing or has another form")
-    assert message.endswith("Remove it, and the same command computes it again.")
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"results": ', '{"sha256": 3}', "NaN", "\x00"])

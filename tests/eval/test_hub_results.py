@@ -312,17 +312,6 @@ def test_a_file_that_attnres_eval_did_not_write_is_not_replaced(tmp_path):
         ("- {dataset: {id: a/b, task_id: c}}", "it lacks 'value'"),
         ("- {dataset: a/b, value: 1}", "a result must have a dataset with id"),
         ("- text", "a result must have a dataset with id"),
-        ("- {dataset: {id: mmlu, task_id: c}, value: 1}", "its data set 'mmlu' must be an id such as ORG/NAME"),
-        ("- {dataset: {id: a/b, task_id: c}, value: high}", "its value 'high' must be a finite number"),
-        ("- {dataset: {id: a/b, task_id: c}, value: .nan}", "its value nan must be a finite number"),
-        # A float holds integers of up to 309 digits, and Python prints integers of up to 4300.
-        (f"- {{dataset: {{id: a/b, task_id: c}}, value: {10**400}}}", r"its value 1(0+)\.\.\. must be a finite number"),
-        (
-            f"- {{dataset: {{id: a/b, task_id: c}}, value: 0x{'f' * 9000}}}",
-            "its value of 36,000 bits must be a finite number",
-        ),
-        (f"- {{dataset: {{id: {10**400}, task_id: c}}, value: 1}}", r"its data set 1(0+)\.\.\. must be an id"),
-        ("- {dataset: {id: a/b, task_id: c}, value: 1, date: 2026-01-01}", "its date .* must be text"),
         ("- {dataset: {id: a/b, task_id: c}, value: 1, source: {name: x}}", "`source_url` must also be provided"),
         ("- {error: bad, filename: x.yaml}", "it holds a result that the Hub refused"),
         (b"\xff\xfe\x00", "can't decode"),
