@@ -16,7 +16,8 @@ from huggingface_hub.utils import httpx
 from safetensors.torch import save_file
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from attnres.loading_attnres import explain_broken_shard
+from attnres.loading_attnres import check_files, explain_broken_shard
+from attnres.residual_attnres import explain_source
 from attnres.saving_attnres import complete_save
 from attnres.utils.files import check_space
 from attnres.utils.hub import ADAPTER_CONFIG, check_no_lone_adapter, check_path
@@ -240,7 +241,10 @@ def make_checkpoint(
 
     Raises:
         FileNotFoundError: A file lacks a tensor that `weight_map` assigns to it.
+        ValueError: A tensor lies in two files.
     """
+    with explain_source(folder):
+        check_files({shard.source.name: [entry.name for entry in shard.entries] for shard in shards})
     by_file = {shard.path.name: shard for shard in shards}
     held = {(shard.path.name, entry.name) for shard in shards for entry in shard.entries}
     if weight_map is None:

@@ -7,9 +7,9 @@ connections and the backbones by name.
 import dataclasses
 import difflib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import KimiLinearConfig, PreTrainedConfig
@@ -30,7 +30,7 @@ from .mhc_attnres import MHC, MHCFields
 from .mhc_lite_attnres import MHCLite
 from .muddformer_attnres import MUDDFormer, MUDDFormerFields
 from .post_norm_attnres import PostNorm
-from .residual_attnres import FamilyWarning, ResidualConnection, one_of, require
+from .residual_attnres import FamilyWarning, ResidualConnection, is_number, one_of, require, require_value
 from .residual_scalars_attnres import ResidualScalars, ResidualScalarsFields
 from .scaled_attnres import Scaled, ScaledFields
 from .standard_attnres import StandardResidual
@@ -130,6 +130,7 @@ _SIZES = (
     "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "moe_intermediate_size",
 )  # fmt: skip
 _MAX_LAYERS, _MAX_DEPTH = 10_000, 100
+_LARGEST = 3e38  # about the largest number of float32
 
 
 class ResidualConfig(
@@ -158,6 +159,21 @@ class ResidualConfig(
     backbone = ""  # model type of the backbone, a key of `BACKBONES`
     # `transformers`' plan for pipeline stages lists tensors by name; the depth state is a tuple, so there is no plan.
     base_model_pp_plan = None
+    # Bounds of numbers, by the name of a field or of a key in `rope_parameters`. Beyond them every logit would be NaN,
+    # or no weight could be drawn. Any other number that is declared as a float must be finite.
+    number_bounds: ClassVar[dict[str, str]] = {
+        "attention_multiplier": "> 0",
+        "attn_logit_softcapping": "> 0",
+        "factor": "> 0",
+        "final_logit_softcapping": "> 0",
+        "initializer_range": ">= 0",
+        "layer_norm_eps": ">= 0",
+        "logits_scaling": "> 0",
+        "long_factor": "> 0",
+        "rms_norm_eps": ">= 0",
+        "rope_theta": "> 0",
+        "short_factor": "> 0",
+    }
 
     residual_connection: str = "attn_res"
     """Name of the residual connection, a key of `CONNECTIONS`. With `"standard"` the model is the backbone."""
@@ -201,6 +217,27 @@ class ResidualConfig(
             value = getattr(self, field, None)
             require(self, field, not isinstance(value, int) or value >= 1, "an integer >= 1")
 
+    def check_numbers(self) -> None:
+        """Check the numbers of the backbone that are not sizes: fields that are declared as floats, and rotary ones.
+
+        Raises:
+            ValueError: a number is not finite or beyond its bound, so that no logit would be a number.
+        """
+        for field in dataclasses.fields(self):
+            value, declared = getattr(self, field.name, None), str(field.type)
+            if value is not None and "float" in declared:
+                self._check_number(field.name, field.name, value, ", or null" if "None" in declared else "")
+        rotary = getattr(self, "rope_parameters", None)
+        for path, name, value in _leaves("rope_parameters", "", rotary):
+            if is_number(value):
+                self._check_number(path, name, value)
+
+    def _check_number(self, path: str, name: str, value: Any, otherwise: str = "") -> None:
+        """Raise `ValueError` unless a value is a number of float32 within the bound of its name."""
+        bound = self.number_bounds.get(name, "")
+        is_allowed = is_number(value) and abs(value) <= _LARGEST and _BOUNDS[bound](value)
+        require_value(path, value, is_allowed, f"a finite number {bound}".rstrip() + otherwise)
+
     def check_fields(self) -> None:
         """Check all fields of the family. Models call it again, since a field may be set at any time.
 
@@ -208,6 +245,7 @@ class ResidualConfig(
             ValueError: a value is not allowed; the message names field, value and allowed values.
         """
         self.check_sizes()
+        self.check_numbers()
         allowed = f"{type(self).backbone!r}, that of {type(self).__name__}"
         require(self, "backbone", self.backbone == type(self).backbone, allowed)
         require(self, "residual_connection", self.residual_connection in [*CONNECTIONS], one_of(CONNECTIONS))
@@ -267,6 +305,27 @@ class ResidualConfig(
         fields = super().to_dict()
         fields.pop("depth_attention_implementation", None)  # it depends on the machine, not on the model
         return fields
+
+
+# Bound of a number, in words that follow "a finite number" -> whether a number is within it.
+_BOUNDS: dict[str, Callable[[float], bool]] = {
+    "": lambda value: True,
+    "> 0": lambda value: value > 0,
+    ">= 0": lambda value: value >= 0,
+    "< 0": lambda value: value < 0,
+}
+
+
+def _leaves(path: str, name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield the values in nested dictionaries and lists, each with its path and the key of its dictionary."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}", key, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(path, name, item)
+    else:
+        yield path, name, value
 
 
 def _depth(value: Any) -> int:

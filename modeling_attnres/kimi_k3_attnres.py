@@ -17,6 +17,7 @@ The configuration is in `kimi_k3_configuration_attnres`, and the layout of a rel
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from .delta_attention_attnres import DeltaAttention
 from .functional_attnres import accelerated
 from .kimi_k3_configuration_attnres import AttnResKimiK3Config
 from .kimi_k3_layout_attnres import check_own_names, in_form_of_model, layout_rules, read_release
+from .loading_attnres import check_files
 from .modeling_attnres import AttnResDecoderLayer, AttnResForCausalLM, AttnResModel, AttnResPreTrainedModel
 
 
@@ -318,13 +320,16 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
             return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
         with ExitStack() as stack:
             if state_dict is None and checkpoint_files:
-                state_dict = {}
+                state_dict, held = {}, {}
                 for file in checkpoint_files:
                     if file.endswith(".safetensors"):
                         handle = stack.enter_context(safe_open(file, framework="pt"))
-                        state_dict |= {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (it is no dictionary)
+                        tensors = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (it is no dictionary)
                     else:
-                        state_dict |= load_state_dict(file)
+                        tensors = load_state_dict(file)
+                    state_dict |= tensors
+                    held[Path(file).name] = tensors.keys()
+                check_files(held)
             if state_dict is not None:
                 names = [name for name in model.state_dict() if name not in (model.all_tied_weights_keys or ())]
                 check_own_names(names, state_dict)

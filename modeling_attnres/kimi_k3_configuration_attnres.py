@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from .attention_gate_attnres import GATE_FIELDS
 from .configuration_attnres import CONNECTIONS, AttnResConfig
-from .residual_attnres import FamilyWarning, explain_source, is_count, is_number, one_of, require
+from .residual_attnres import FamilyWarning, explain_source, is_count, one_of, require, require_value
 
 # Fields of the text model in the order of the released `config.json`, under the names that it has there.
 _TEXT_FIELDS = (
@@ -55,6 +55,8 @@ _ABSENT = {
     "routed_expert_hidden_size": None,
     "use_full_rank_gate": False,
 }
+# Fields of SiTU. With another activation they are null.
+_OF_SITU = ("activation_situ_beta", "activation_situ_linear_beta")
 # Fields that are true or false. `transformers` does not check the types of fields that Kimi Linear does not have.
 _SWITCHES = ("mla_use_output_gate", "use_full_rank_gate", "latent_moe_use_norm")
 # Fields whose null in the file differs from their absence, for other readers of the file.
@@ -82,7 +84,6 @@ _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "t
 _OF_CODE = ("auto_map", "custom_pipelines", "custom_generate")
 COMPOSITE, TEXT = "composite", "text"
 _MXFP4 = "mxfp4-pack-quantized"
-_LARGEST = 3e38
 
 
 class AttnResKimiK3Config(AttnResConfig):
@@ -96,6 +97,7 @@ class AttnResKimiK3Config(AttnResConfig):
 
     model_type = "kimi_k3"
     attn_res_block_unit = 2  # a decoder layer has two sublayers
+    number_bounds = AttnResConfig.number_bounds | dict.fromkeys(_OF_SITU, "> 0") | {"gate_lower_bound": "< 0"}
     # `transformers` checks the types of Kimi Linear's fields when they are set. There these two cannot be null.
     __validators__ = {
         name: checks
@@ -209,6 +211,10 @@ class AttnResKimiK3Config(AttnResConfig):
         if self.mlp_layer_types is None:
             self.mlp_layer_types = self._released_mlp_types()
         self.n_shared_experts = self.n_shared_experts or 0
+        for name in _OF_SITU:
+            # The defaults are those of the default activation. Another value was given, and contradicts it.
+            if self.hidden_act != "situ" and getattr(self, name) == getattr(type(self), name):
+                setattr(self, name, None)
         # The gate of the family is that of the released weights, with the same name of its tensor. If the arguments
         # contradict each other, `check_fields` says so.
         self.attention_gate = kwargs.pop("attention_gate", self._released_gate())
@@ -218,6 +224,13 @@ class AttnResKimiK3Config(AttnResConfig):
             if value == getattr(type(self), name) and isinstance(value, int) and value >= self.vocab_size:
                 setattr(self, name, None)
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def _check_without_situ(cls, fields: Mapping[str, Any]) -> None:
+        """Raise `ValueError` if fields with another activation than SiTU have bounds of SiTU, which it would ignore."""
+        for name in _OF_SITU:
+            allowed = f"null where `hidden_act` is {fields['hidden_act']!r}, or `hidden_act` must be 'situ'"
+            require_value(name, fields[name], fields[name] is None, allowed)
 
     def _released_gate(self) -> str | None:
         """Return the family's `attention_gate` that `mla_use_output_gate` stands for."""
@@ -294,6 +307,8 @@ class AttnResKimiK3Config(AttnResConfig):
             # A field may have two names, of the released file and of `transformers`.
             given = {cls.attribute_map.get(name, name) for name in flat}
             flat |= {name: value for name, value in _ABSENT.items() if cls.attribute_map.get(name, name) not in given}
+            if flat["hidden_act"] != "situ":
+                cls._check_without_situ(flat)
             # For the checks of a loaded checkpoint, which compare the fields of the family.
             flat["attention_gate"] = "sdpa" if flat["mla_use_output_gate"] else None
             if flat["attn_res_block_size"] is None:
@@ -328,6 +343,8 @@ class AttnResKimiK3Config(AttnResConfig):
             changed.add("attention_gate")
         if "attn_res_block_size" in changed and fields.get("residual_connection") == "standard":
             changed.add("residual_connection")
+        if changes.get("hidden_act", fields.get("hidden_act")) != fields.get("hidden_act"):
+            changed |= {*_OF_SITU}
         per_token = fields.get("num_experts_per_token", fields.get("num_experts_per_tok"))
         if "num_experts" in changed and per_token == 0:
             # `to_dict` writes these two without experts. With experts, the defaults hold.
@@ -371,16 +388,12 @@ class AttnResKimiK3Config(AttnResConfig):
         require(self, "topk_method", self.topk_method in (None, "noaux_tc"), "'noaux_tc'")
         is_grouped = self.use_grouped_topk is not False or self.n_group == 1
         require(self, "use_grouped_topk", is_grouped, f"true where `num_expert_group` is {self.n_group}")
-        bound = self.gate_lower_bound
-        is_bound = bound is None or (_is_float32(bound) and bound < 0)
-        require(self, "gate_lower_bound", is_bound, "a negative number, or null for a decay without bound")
         require(self, "hidden_act", self.hidden_act in ("situ", *ACT2FN), f"'situ' or {one_of(ACT2FN)}")
         if self.hidden_act == "situ":
-            beta, linear_beta = self.activation_situ_beta, self.activation_situ_linear_beta
-            is_given = _is_float32(beta) and beta > 0
-            require(self, "activation_situ_beta", is_given, "a number > 0 where `hidden_act` is 'situ'")
-            is_given = linear_beta is None or (_is_float32(linear_beta) and linear_beta > 0)
-            require(self, "activation_situ_linear_beta", is_given, "a number > 0, or null")
+            is_given = self.activation_situ_beta is not None
+            require(self, "activation_situ_beta", is_given, "a finite number > 0 where `hidden_act` is 'situ'")
+        else:
+            self._check_without_situ(vars(self))
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
         require(self, "checkpoint_layout", self.checkpoint_layout in (COMPOSITE, TEXT), one_of((COMPOSITE, TEXT)))
@@ -460,11 +473,6 @@ class AttnResKimiK3Config(AttnResConfig):
 def fields_without_experts(num_layers: int) -> dict[str, int]:
     """Return fields of a release without experts. They have no effect here, but llama.cpp refuses other values."""
     return {"num_experts_per_token": 0, "first_k_dense_replace": num_layers}
-
-
-def _is_float32(value: Any) -> bool:
-    """Return whether a value is a number that float32 holds. True and false are none."""
-    return is_number(value) and abs(value) <= _LARGEST
 
 
 def _as_object(name: str, value: Any) -> dict[str, Any]:

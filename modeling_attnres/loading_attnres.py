@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
@@ -96,6 +96,38 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts(getattr(tensor, name))]
     return [tensor] if tensor.dtype.itemsize > 1 else []
+
+
+def names_in(file: str, weights_only: bool) -> Collection[str]:
+    """Return the names of the tensors in a file of weights, without their values.
+
+    Args:
+        file: the file, safetensors or a pickle.
+        weights_only: whether a pickle may hold nothing but tensors.
+    """
+    if file.endswith(".safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.keys()
+    return torch.load(file, map_location="meta", weights_only=weights_only).keys()
+
+
+def check_files(names: Mapping[str, Iterable[str]]) -> None:
+    """Raise if a tensor lies in two files of a checkpoint: `transformers` reads the last one, whatever the index says.
+
+    Args:
+        names: names of the tensors in each file.
+
+    Raises:
+        ValueError: there is such a tensor.
+    """
+    files: dict[str, str] = {}
+    for file, held in names.items():
+        for name in held:
+            if files.setdefault(name, file) != file:
+                raise ValueError(
+                    f"`{name}` lies in both {files[name]} and {file}, but must lie in one file. Remove it from the "
+                    "file that the index does not name for it."
+                )
 
 
 def check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]], source: str | os.PathLike) -> None:

@@ -21,8 +21,10 @@ from .configuration_attnres import CONNECTIONS, ResidualConfig
 from .loading_attnres import (
     added_by_kind,
     check_added,
+    check_files,
     check_shapes,
     explain_broken_shard,
+    names_in,
     put_back_changed,
     stored_fields,
     warn_of_change,
@@ -188,6 +190,18 @@ class ResidualPreTrainedModel:
             # derives the renamings from the model type.
             vars(model).pop("_weight_conversions", None)
         return (model, info) if options.get("output_loading_info") else model
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
+    ) -> Any:
+        """Check that no tensor lies in two files, then load as `transformers` does.
+
+        The name is private, but only there are the files known, which may have been downloaded.
+        """
+        if state_dict is None and len(checkpoint_files or ()) > 1:
+            check_files({Path(file).name: names_in(file, load_config.weights_only) for file in checkpoint_files})
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
 
     @staticmethod
     def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:

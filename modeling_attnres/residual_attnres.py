@@ -45,7 +45,13 @@ def require(config: PreTrainedConfig, field: str, condition: bool, allowed: str)
         ValueError: the condition does not hold; the message names field, value and allowed values.
     """
     if not condition:
-        raise ValueError(f"`{field}` is {_SHORT.repr(getattr(config, field))}, but must be {allowed}.")
+        require_value(field, getattr(config, field), condition, allowed)
+
+
+def require_value(name: str, value: Any, condition: bool, allowed: str) -> None:
+    """Raise if a value is not allowed, such as one inside a field; see [`require`]."""
+    if not condition:
+        raise ValueError(f"`{name}` is {_SHORT.repr(value)}, but must be {allowed}.")
 
 
 @contextmanager

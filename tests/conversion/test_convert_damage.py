@@ -79,6 +79,14 @@ def test_a_missing_attn_res_tensor_is_named(models, tmp_path, refusal, options):
     assert refusal(*options) == f"{tmp_path / 'source'} is incomplete: it lacks `{QUERY}`."
 
 
+def test_a_tensor_in_two_shards_is_named(copy, refusal):
+    owner = file_of(copy, WEIGHT)
+    other = next(path for path in sorted(copy.glob("*.safetensors"), reverse=True) if path != owner)
+    save_file(load_file(other) | {WEIGHT: torch.ones(2)}, other, {"format": "pt"})
+    one, two = sorted((owner.name, other.name))
+    assert f"{copy}: `{WEIGHT}` lies in both {one} and {two}" in refusal()
+
+
 def test_a_header_over_the_limit_of_the_format_is_reported_with_its_file(copy, refusal):
     path = file_of(copy, WEIGHT)
     with path.open("r+b") as file:

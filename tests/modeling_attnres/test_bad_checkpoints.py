@@ -68,6 +68,32 @@ def test_missing_tensors_are_named(change, loader, missing):
     assert f"{folder} holds {18 - len(missing)} of the 18 tensors added to its backbone" in str(error.value)
 
 
+@pytest.mark.parametrize("name", [QUERY, "model.layers.2.input_layernorm.weight"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_tensor_in_two_shards_is_refused(sharded, loader, name, is_first):
+    """`transformers` would read it from the last file, whatever the index says."""
+    files = sorted(sharded.glob("*.safetensors"))
+    owner = next(file for file in files if name in load_file(file))
+    other = files[0] if is_first else files[-1]
+    assert other != owner
+    save_file(load_file(other) | {name: load_file(owner)[name] + 1}, other, metadata={"format": "pt"})
+    one, two = sorted((owner.name, other.name))
+    with pytest.raises(ValueError, match=rf"{sharded}: `{name}` lies in both {one} and {two}, .* the index does not"):
+        loader.from_pretrained(sharded)
+
+
+def test_a_tensor_in_two_pickles_is_refused(sharded, loader):
+    index = sharded / "model.safetensors.index.json"
+    text = index.read_text().replace(".safetensors", ".bin")
+    for path in sharded.glob("*.safetensors"):
+        torch.save(load_file(path) | {QUERY: torch.ones(1, 32)}, path.with_suffix(".bin"))
+        path.unlink()
+    index.unlink()
+    (sharded / "pytorch_model.bin.index.json").write_text(text)
+    with pytest.raises(ValueError, match=f"`{QUERY}` lies in both .*bin and .*bin"):
+        loader.from_pretrained(sharded)
+
+
 @pytest.mark.parametrize("head", [AutoModel, AttnResForSequenceClassification])
 def test_the_other_heads_name_missing_tensors_too(change, head):
     folder = change({QUERY: None})

@@ -316,12 +316,21 @@ LAYERS = "language_model.model.layers."
         (field("full_attn_layers", [4, 6], LISTS), "layer 7 is in neither `full_attn_layers` nor `kda_layers`"),
         (field("full_attn_layers", [0, 4, 6, 7], LISTS), "`full_attn_layers` has the layer 0, .* from 1 to 7"),
         (field("full_attn_layers", [4, 6, 7, 8], LISTS), "`full_attn_layers` has the layer 8, .* from 1 to 7"),
-        (field("gate_lower_bound", 1.0, LISTS), "`gate_lower_bound` is 1.0, .* negative"),
+        (field("gate_lower_bound", 1.0, LISTS), "`gate_lower_bound` is 1.0, .* a finite number < 0, or null"),
         (field("safe_gate", True, LISTS), "`linear_attn_config` has the field `safe_gate`"),
         (field("attn_logit_softcapping", 30.0), "`attn_logit_softcapping` .30.0. may change what the model computes"),
-        (field("activation_situ_beta", None), "`activation_situ_beta` is None, .* a number > 0"),
-        (field("activation_situ_beta", True), "`activation_situ_beta` is True, .* a number > 0"),
-        (field("activation_situ_linear_beta", 10**400), "`activation_situ_linear_beta` is 10+.+0, .* a number > 0"),
+        (field("activation_situ_beta", None), "`activation_situ_beta` is None, .* a finite number > 0"),
+        (field("activation_situ_beta", True), "`activation_situ_beta` is True, .* a finite number > 0"),
+        (
+            field("activation_situ_linear_beta", 10**400),
+            "`activation_situ_linear_beta` is 10+.+0, .* finite number > 0",
+        ),
+        (
+            field("hidden_act", "silu"),
+            "`activation_situ_beta` is 4.0, .* null where `hidden_act` is 'silu'",
+        ),
+        (field("hidden_act", None), "`activation_situ_beta` is 4.0, .* null where `hidden_act` is None"),
+        (field("routed_scaling_factor", float("nan")), "`routed_scaling_factor` is nan, .* a finite number"),
         (field("mla_use_nope", False), "`mla_use_nope` is False, .* no position encoding"),
         (field("moe_router_activation_func", "softmax"), "`moe_router_activation_func` is 'softmax', .* 'sigmoid'"),
         (field("topk_method", "greedy"), "`topk_method` is 'greedy'"),
@@ -338,6 +347,21 @@ def test_a_wrong_checkpoint_is_refused_in_one_line(changed, change, message):
         AutoModelForCausalLM.from_pretrained(source)
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"{source}: ")
+
+
+def test_a_tensor_in_two_shards_is_refused(composite, tmp_path):
+    (tmp_path / "config.json").write_bytes((composite / "config.json").read_bytes())
+    tensors = stored(composite)
+    names = sorted(tensors)
+    shards = {"model-1.safetensors": names[:9], "model-2.safetensors": names[8:]}
+    for file, held in shards.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / file, {"format": "pt"})
+    weight_map = {name: file for file, held in shards.items() for name in held}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = f"{tmp_path}: `{names[8]}` lies in both model-1.safetensors and model-2.safetensors"
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
