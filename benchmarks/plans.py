@@ -7,7 +7,11 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from attnres import ResidualConfig
-from attnres.analysis.planning import (
+from attnres.analysis.tables import markdown, update_tables
+from attnres.commands.plan import gathered, gigabytes
+from attnres.configuration import load
+from attnres.conversion.family import retrofit_config
+from attnres.planning import (
     Batch,
     Costs,
     Device,
@@ -20,10 +24,6 @@ from attnres.analysis.planning import (
     search,
     trace,
 )
-from attnres.analysis.tables import markdown, update_tables
-from attnres.commands.plan import gathered, gigabytes
-from attnres.configuration import load
-from attnres.conversion.family import retrofit_config
 
 PAGE = Path(__file__).resolve().with_name("layouts.md")
 LLAMA = "a Llama of 70B"

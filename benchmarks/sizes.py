@@ -17,11 +17,11 @@ from typing import Any
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from attnres import ResidualConfig
-from attnres.analysis.planning import Costs, Device, Job, Layout, Plan, plan_layout
 from attnres.analysis.tables import markdown, update_tables
 from attnres.configuration import count_parameters, load
 from attnres.conversion.family import DEFAULT_CONNECTION, retrofit_config
 from attnres.eval.paper import benchmarks
+from attnres.planning import Costs, Device, Job, Layout, Plan, plan_layout
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "sizes.md"
 COUNTS = Path(__file__).with_name("results") / "evaluation.json"

@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from attnres import ResidualConfig
+from attnres.checkpoints.checkpoint import broken_index, find
+from attnres.checkpoints.side_files import TOKENIZER_FILES
 from attnres.commands.connections import remark_on_blocks
-from attnres.conversion.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
-from attnres.conversion.checkpoint import broken_index, find
 from attnres.conversion.convert import write
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
 from attnres.conversion.plan import Plan
-from attnres.conversion.side_files import TOKENIZER_FILES
 from attnres.conversion.source import ConversionSource, open_source
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
+from attnres.publishing.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
 from attnres.utils.files import atomic_directory, show_bytes
 from attnres.utils.model_files import WRITTEN_MODEL
 from attnres.utils.progress import ProgressBar, status

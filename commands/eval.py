@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attnres.conversion.checkpoint import find
-from attnres.conversion.tokenizers import load_tokenizer
-from attnres.conversion.whole import check_source_sizes
+from attnres.checkpoints.checkpoint import find
+from attnres.checkpoints.tokenizers import load_tokenizer
+from attnres.checkpoints.whole import check_source_sizes
 from attnres.eval import sandbox
 from attnres.eval.failures import Failures, failure_lines
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from attnres.analysis.inspection import inspect_model
 from attnres.analysis.report import PAGE, fill, report_directory
 from attnres.analysis.text import language_reference, read_text
-from attnres.conversion.tokenizers import load_tokenizer
-from attnres.conversion.whole import check_before_loading, check_source_sizes, check_whole
+from attnres.checkpoints.tokenizers import load_tokenizer
+from attnres.checkpoints.whole import check_before_loading, check_source_sizes, check_whole
 from attnres.loading_attnres import check_shapes, explain_broken_shard
 from attnres.utils.progress import ProgressBar, print_line
 from attnres.utils.quiet import quiet_transformers

@@ -106,7 +106,7 @@ def plan(
         check_source(config, named)
     check_revision(config, revision, named=named)
     with loading():
-        from attnres.analysis.planning import Device, Job
+        from attnres.planning import Device, Job
 
         from .plan import run_plan
     device = Device(

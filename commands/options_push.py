@@ -72,7 +72,7 @@ def push(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with loading():
-        from attnres.conversion.publishing import UploadOptions
+        from attnres.publishing.push import UploadOptions
 
         from .push import run_push
 

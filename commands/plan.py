@@ -10,7 +10,10 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig
 
 from attnres import ResidualConfig
-from attnres.analysis.planning import (
+from attnres.checkpoints.whole import check_source_sizes
+from attnres.configuration import load, names
+from attnres.conversion.family import member_config
+from attnres.planning import (
     Costs,
     Device,
     Job,
@@ -21,9 +24,6 @@ from attnres.analysis.planning import (
     missing_engine,
     search,
 )
-from attnres.configuration import load, names
-from attnres.conversion.family import member_config
-from attnres.conversion.whole import check_source_sizes
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted

@@ -14,12 +14,12 @@ from rich.table import Table
 
 from attnres.analysis.record import WRITTEN_BY
 from attnres.analysis.report_files import NUMBERS, report_files, report_names
-from attnres.conversion.card_metadata import read
-from attnres.conversion.cards import CARD, no_hub_ids
-from attnres.conversion.publication import INSPECTION, Publication, plan_publication
-from attnres.conversion.publishing import UploadOptions, publish
-from attnres.conversion.source_files import check_file
+from attnres.checkpoints.source_files import check_file
 from attnres.eval.hub_results import FOLDER, is_written_here, read_results
+from attnres.publishing.card_metadata import read
+from attnres.publishing.cards import CARD, no_hub_ids
+from attnres.publishing.publication import INSPECTION, Publication, plan_publication
+from attnres.publishing.push import UploadOptions, publish
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted

@@ -21,17 +21,17 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from attnres import ResidualConfig
+from attnres.checkpoints.checkpoint import Checkpoint
+from attnres.checkpoints.complete import complete_model, explain_config, has_head
+from attnres.checkpoints.shards import DTYPES, copy_shard, explain_writing
+from attnres.checkpoints.side_files import copy_side_files
 from attnres.loading_attnres import added_by_kind
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 from attnres.utils.files import check_space
 
 from .attention_gate import differs_from_ungated, is_gated
-from .checkpoint import Checkpoint
-from .complete import complete_model, explain_config, has_head
 from .family import DEFAULT_CONNECTION, added_tensors, backbone_config, retrofit_config, start_added
 from .plan import Plan
-from .shards import DTYPES, copy_shard, explain_writing
-from .side_files import copy_side_files
 from .source import ConversionSource
 from .value_residual import differs_from_unmixed
 

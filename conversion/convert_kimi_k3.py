@@ -19,19 +19,19 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
+from attnres.checkpoints.checkpoint import lacks_metadata, open_checkpoint
+from attnres.checkpoints.complete import complete_model, has_head
+from attnres.checkpoints.kimi_k3 import count_parameters, describe_layout, is_packed, model_class
+from attnres.checkpoints.shards import Entry
+from attnres.checkpoints.source_code import AUTO_MAP, code_fields, references
+from attnres.checkpoints.source_files import check_file, json_text, read_object
 from attnres.kimi_k3_configuration_attnres import fields_without_experts
 from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
 from attnres.pretrained_attnres import auto_map
 from attnres.utils.model_files import RECORD
 
-from .checkpoint import lacks_metadata, open_checkpoint
-from .complete import complete_model, has_head
-from .kimi_k3 import count_parameters, describe_layout, is_packed, model_class
 from .plan import Plan
-from .shards import Entry
 from .source import ConversionSource
-from .source_code import AUTO_MAP, code_fields, references
-from .source_files import check_file, json_text, read_object
 
 # Fields of the text model that a composite `config.json` repeats.
 _REPEATED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")

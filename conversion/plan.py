@@ -18,11 +18,10 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import ResidualConfig
+from attnres.checkpoints.checkpoint import Checkpoint
+from attnres.checkpoints.shards import Entry
 from attnres.pretrained_attnres import auto_map
 from attnres.utils.model_files import SOURCE_CODE
-
-from .checkpoint import Checkpoint
-from .shards import Entry
 
 ADDED_SHARD = "model-residual.safetensors"
 
@@ -118,7 +117,7 @@ class Plan:
                     )
 
     def check_integers(self, values: Tensor, entry: Entry, path: Path) -> None:
-        """Check a piece of a tensor of integers, which [`attnres.conversion.shards.copy_shard`] copies.
+        """Check a piece of a tensor of integers, which [`attnres.checkpoints.shards.copy_shard`] copies.
 
         Args:
             values: The bytes of the piece, uint8.

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, KimiLinearPreTrainedModel, PreTrainedModel
 
 from attnres import AttnResPreTrainedModel
+from attnres.checkpoints.whole import load_whole
 from attnres.residual_attnres import FamilyWarning
 
 from .family import DEFAULT_CONNECTION, added_tensors, retrofit_config, start_added
-from .whole import load_whole
 
 
 def retrofit(
@@ -129,13 +129,13 @@ def load_source(source: str, **options: Any) -> PreTrainedModel:
 
     Args:
         source: The directory or Hub id.
-        options: The other arguments of [`attnres.conversion.whole.load_whole`].
+        options: The other arguments of [`attnres.checkpoints.whole.load_whole`].
 
     Returns:
         The model.
 
     Raises:
-        OSError, RuntimeError, ValueError: As [`attnres.conversion.whole.load_whole`].
+        OSError, RuntimeError, ValueError: As [`attnres.checkpoints.whole.load_whole`].
     """
     with _family_tensors_in_float32():
         return load_whole(AutoModelForCausalLM, source, **options)

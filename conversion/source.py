@@ -14,14 +14,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from attnres import BACKBONES, ResidualConfig
+from attnres.checkpoints.checkpoint import Checkpoint, make_checkpoint, open_checkpoint
+from attnres.checkpoints.complete import empty_model, explain_config, read_config
+from attnres.checkpoints.generation_settings import read_generation_config
+from attnres.checkpoints.kimi_k3 import is_released
+from attnres.checkpoints.shards import explain_writing, read_shard
 from attnres.utils.files import check_space
 
-from .checkpoint import Checkpoint, make_checkpoint, open_checkpoint
-from .complete import empty_model, explain_config, read_config
 from .family import member_config
-from .generation_settings import read_generation_config
-from .kimi_k3 import is_released
-from .shards import explain_writing, read_shard
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ConversionSource:
 
     Attributes:
         checkpoint: The headers of the weights. The weights themselves stay in their files.
-        config: The configuration, after the checks of [`attnres.conversion.complete.read_config`].
+        config: The configuration, after the checks of [`attnres.checkpoints.complete.read_config`].
     """
 
     checkpoint: Checkpoint

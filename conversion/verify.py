@@ -22,11 +22,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attnres.checkpoints.side_files import TOKENIZER_FILES
 from attnres.residual_attnres import FamilyWarning
 from attnres.utils.memory import free_memory
 from attnres.utils.quiet import quiet_transformers
-
-from .side_files import TOKENIZER_FILES
 
 RELATIVE_TOLERANCE = 1e-4  # in units of the largest logit, in float32
 # Share of equal top-1 tokens. Two tokens whose logits differ by less than the tolerance may change places.

@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from attnres.conversion.whole import check_source_sizes, load_whole
+from attnres.checkpoints.whole import check_source_sizes, load_whole
 from attnres.eval.answer_length import answer_tokens
 from attnres.eval.special_tokens import check_special_tokens, count_appended, cut_left
 from attnres.utils.token_ids import check_token_ids

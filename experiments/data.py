@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnres.training.packing import in_blocks
+from attnres.training.data.packing import in_blocks
 from attnres.utils.files import atomic_write
 
 from .declared import Corpus

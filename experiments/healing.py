@@ -20,7 +20,7 @@ from attnres.analysis.depth_attention import depth_attention
 from attnres.commands.inspect import InspectedSource
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
-from attnres.training.packing import in_blocks
+from attnres.training.data.packing import in_blocks
 from attnres.training.runs import Run, sequence_losses, train
 from attnres.training.text import read_documents, token_stream
 

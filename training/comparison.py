@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from .packing import in_blocks
+from .data.packing import in_blocks
 from .runs import Run, sequence_losses, train
 from .text import token_stream
 

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from attnres.conversion.shards import check_space
+from attnres.checkpoints.shards import check_space
 from attnres.parameter_kinds import parameters_by_kind
 
 from .recipe import Recipe

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from .packing import IGNORED
+from .data.packing import IGNORED
 
 if TYPE_CHECKING:
     from datasets import Dataset

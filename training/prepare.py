@@ -25,24 +25,24 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from attnres import ResidualConfig
+from attnres.checkpoints.checkpoint import find
+from attnres.checkpoints.generation_settings import check_generation_saving
+from attnres.checkpoints.source_code import CODE_FIELDS
+from attnres.checkpoints.whole import Part, check_memory, load_whole
 from attnres.configuration import count_parameters, load, names
 from attnres.conversion import retrofit
-from attnres.conversion.checkpoint import find
 from attnres.conversion.family import retrofit_config
-from attnres.conversion.generation_settings import check_generation_saving
 from attnres.conversion.retrofit import load_source, retrofit_part
-from attnres.conversion.source_code import CODE_FIELDS
-from attnres.conversion.whole import Part, check_memory, load_whole
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.hub import meant
 from attnres.utils.wording import counted
 
-from .chat import encode_chat
-from .data import DataSpec, digest_of, load_blocks
-from .division import check_fsdp2, divides_sequence, load_divided
-from .documents import file_identities
-from .pipeline_parts import make_part, part_of
-from .pipeline_settings import read_settings
+from .data.blocks import DataSpec, digest_of, load_blocks
+from .data.chat import encode_chat
+from .data.documents import file_identities
+from .parallel.pipeline_parts import make_part, part_of
+from .parallel.pipeline_settings import read_settings
+from .parallel.sharding import check_fsdp2, divides_sequence, load_divided
 from .recipe import Recipe
 from .run_folder import COMMIT, START
 from .start import HEAL, check_from_scratch
@@ -316,7 +316,7 @@ def prepare_model(
     _check_effects(recipe, model)
     if divides_sequence(recipe.distributed):
         # Here, since older versions of `transformers`, which divide no model, do not have the styles that it changes.
-        from .sequence_parallel import shard_sequence
+        from .parallel.sequence_parallel import shard_sequence
 
         model = shard_sequence(model)
     return model

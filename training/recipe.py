@@ -19,7 +19,7 @@ from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import TextScalars, UniqueKeys, load_yaml
 
 from .lora_options import check_options
-from .pipeline_settings import read_settings
+from .parallel.pipeline_settings import read_settings
 from .recipe_values import check_keys, mapping, options_of, typed
 from .trainer_fields import DECIDED_BY_RUN, check_trainer_fields, type_trainer_fields
 
@@ -114,7 +114,7 @@ class Recipe:
             `{fsdp_size: 8}`; beside `tp_size`, `sequence_parallel: true` divides the sequence too. See
             `docs/guides/many_devices.md`.
         pipeline: How the layers are divided among the processes of a pipeline: fields of
-            [`attnres.training.pipeline_settings.PipelineSettings`], such as `{stages: 4, microbatches: 8}`.
+            [`attnres.training.parallel.pipeline_settings.PipelineSettings`], such as `{stages: 4, microbatches: 8}`.
         trainer: Fields of `transformers.TrainingArguments`, except those that the run sets (`DECIDED_BY_RUN` in
             `trainer_fields.py`): `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`,
             `trackio`), and so on.

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import attnres
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.analysis.loss_figures import plot_loss_curves
+from attnres.checkpoints.checkpoint import read_headers
+from attnres.checkpoints.kimi_k3 import describe_left_out
 from attnres.configuration import names
 from attnres.configuration.counting import count_stored
-from attnres.conversion.cards import CARD, CardSubject, add_step, linked, new_card, write_card
-from attnres.conversion.checkpoint import read_headers
-from attnres.conversion.kimi_k3 import describe_left_out
-from attnres.conversion.markdown import code, is_hub_id, link
+from attnres.publishing.cards import CARD, CardSubject, add_step, linked, new_card, write_card
+from attnres.publishing.markdown import code, is_hub_id, link
 from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
 from attnres.utils.files import atomic_directory, atomic_write
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL

@@ -10,8 +10,8 @@ from attnres.utils.hub import check_source
 from attnres.utils.packaged import configuration_names
 from attnres.utils.wording import counted
 
-from .data_paths import check_data_path
-from .pipeline_settings import count_replicas, read_settings
+from .data.paths import check_data_path
+from .parallel.pipeline_settings import count_replicas, read_settings
 from .recipe import Recipe
 from .run_folder import check_folder
 

@@ -15,9 +15,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from attnres.conversion.tokenizers import load_tokenizer
+from attnres.checkpoints.tokenizers import load_tokenizer
 
-from .loaders import END_OF_TEXT, TEXT_COLUMN, load_text
+from .data.loaders import END_OF_TEXT, TEXT_COLUMN, load_text
 
 PADDING = "<|pad|>"
 

@@ -19,8 +19,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
 
+from attnres.checkpoints.whole import check_source_sizes
 from attnres.configuration import names
-from attnres.conversion.whole import check_source_sizes
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
@@ -29,7 +29,10 @@ from .arguments import prepare_arguments, set_steps
 from .checkpoints import check_best, check_checkpoint
 from .disk_space import check_disk
 from .display import Display, describe_run
-from .division import (
+from .parallel.pipeline import Pipeline
+from .parallel.pipeline_settings import read_settings
+from .parallel.pipeline_trainer import PipelineTrainer, check_arguments, describe_pipeline
+from .parallel.sharding import (
     allow_tensor_parallel_on_cpus,
     check_division,
     check_engines,
@@ -37,9 +40,6 @@ from .division import (
     divide_by_deepspeed_later,
     read_division,
 )
-from .pipeline import Pipeline
-from .pipeline_settings import read_settings
-from .pipeline_trainer import PipelineTrainer, check_arguments, describe_pipeline
 from .prepare import (
     check_model_config,
     check_start,

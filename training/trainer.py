@@ -56,7 +56,7 @@ OPTIMIZER = "optimizer"  # the folder of a divided model's optimizer in a checkp
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Stack rows of [`attnres.training.data.load_blocks`] to a batch.
+    """Stack rows of [`attnres.training.data.blocks.load_blocks`] to a batch.
 
     Args:
         rows: The rows.

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from attnres.utils.errors import is_timeout
 
-from .pipeline_settings import LONGEST_TIMEOUT, PipelineSettings, read_settings
+from .parallel.pipeline_settings import LONGEST_TIMEOUT, PipelineSettings, read_settings
 from .recipe import Recipe
 
 _BEAT = 1.0  # seconds between two signs of life of the first process

@@ -18,11 +18,11 @@ from transformers.cli.serving.utils import Modality
 
 from attnres import AttnResKimiK3ForCausalLM
 from attnres.analysis.axis import depth_axis
-from attnres.conversion.publication import plan_publication
-from attnres.conversion.whole import load_whole
+from attnres.checkpoints.whole import load_whole
 from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.corrected_hflm import CorrectedHFLM
 from attnres.kimi_k3_layout_attnres import released_shapes
+from attnres.publishing.publication import plan_publication
 from attnres.residual_attnres import FamilyWarning
 from attnres.training.monitor import flops_per_token
 

@@ -8,12 +8,12 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from attnres.analysis.planning import Costs, Device, Job, Layout, missing_engine, plan_layout
 from attnres.commands.app import app
 from attnres.commands.options_plan import parse_memory
 from attnres.commands.plan import read_config
-from attnres.training.division import read_division
-from attnres.training.pipeline_settings import count_replicas, read_settings
+from attnres.planning import Costs, Device, Job, Layout, missing_engine, plan_layout
+from attnres.training.parallel.pipeline_settings import count_replicas, read_settings
+from attnres.training.parallel.sharding import read_division
 
 # Nodes of one device leave out tensor parallelism, whose traces take time.
 TINY = ["plan", "attnres-tiny", "--devices", "4", "--context", "256", "--batch-tokens", "4096", "--per-node", "1"]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..publishing.publishing import Publisher, publisher, retrofit_of_stories
 from . import backbones as _backbones
 from .checkpoints import convert, standard_model
-from .publishing import Publisher, publisher, retrofit_of_stories
 
 
 @dataclass

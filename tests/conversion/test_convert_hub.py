@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.utils import httpx
 from transformers import AutoTokenizer
 
-from attnres.conversion import checkpoint
+from attnres.checkpoints import checkpoint
 
 from ..hub.running import Hub
 from .checkpoints import assert_same_function, logits_of, save_tokenizer, standard_model

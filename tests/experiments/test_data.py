@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres.training.loaders import END_OF_TEXT
+from attnres.training.data.loaders import END_OF_TEXT
 from attnres.training.text import token_stream, train_tokenizer
 from experiments.data import TokenData, load, prepare, prepared_file
 from experiments.declared import Corpus

@@ -16,7 +16,7 @@ ELSEWHERE = {
     'python -c "import attnres; from transformers.cli': "serves without end; tests/modeling_attnres/test_tools.py",
     "attnres inspect attnres-demo/model --serve": "serves without end; tests/commands/test_inspect.py",
     "lm_eval run": "needs all 15 data sets; tests/eval/test_command.py, with some",
-    "accelerate launch": "takes several devices; tests/training/test_many_devices.py, with two processes",
+    "accelerate launch": "takes several devices; tests/training/parallel/test_many_devices.py, with two processes",
     "python -m venv --system-site-packages peers": "as `pip install`",
     "peers/bin/p": "packages of a registry; tests/benchmarks/test_host.py, with what is installed",
     "env ATEN_CPU_CAPABILITY": "as `python -m benchmarks`",
@@ -36,7 +36,7 @@ ELSEWHERE = {
 PYTHON_ELSEWHERE = {
     "from torchao.quantization": "tests/peers/test_quantisers.py, in an environment of its own",
     "from transformers import AutoModelForCausalLM\nfrom transformers.distributed": (
-        "takes several devices; tests/training/test_sequence_parallel.py, with four processes"
+        "takes several devices; tests/training/parallel/test_sequence_parallel.py, with four processes"
     ),
 }
 _SHORT = ("length=32", "batch_size=4", "micro_batch_size=4", "held_out_sequences=2", "log_every=1")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ..training.parallel.test_many_devices import PIPES, RUNS, SIZES, assert_same_run, finish
 from ..training.running import ACCELERATE_YAMLS
-from ..training.test_many_devices import PIPES, RUNS, SIZES, assert_same_run, finish
 
 # DeepSpeed's setup imports torch, which is in the environment below.
 REQUIREMENTS = ("--no-build-isolation", "deepspeed==0.19.8")

@@ -5,8 +5,8 @@ import random
 import re
 from pathlib import Path
 
-from attnres.training.data import DataSpec, load_blocks
-from attnres.training.loaders import END_OF_TEXT
+from attnres.training.data.blocks import DataSpec, load_blocks
+from attnres.training.data.loaders import END_OF_TEXT
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.conversion import retrofit
-from attnres.training.data import DataSpec, load_blocks
+from attnres.training.data.blocks import DataSpec, load_blocks
 from attnres.training.display import describe_run, show_share
 from attnres.training.recipe import Recipe
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnres.training import prepare
-from attnres.training.data import digest_of
+from attnres.training.data.blocks import digest_of
 from attnres.training.prepare import identify_model
 from attnres.training.recipe import Recipe
 from attnres.training.run_folder import LOCK, RECIPE, RESULTS, check_data, check_folder, continue_run, hold_folder

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResLlamaForCausalLM
+from attnres.checkpoints.generation_settings import check_generation_saving
 from attnres.conversion import retrofit
-from attnres.conversion.generation_settings import check_generation_saving
-from attnres.training.data import DataSpec, load_blocks
+from attnres.training.data.blocks import DataSpec, load_blocks
 from attnres.training.lora import add_adapters
 from attnres.training.prepare import prepare_data
 from attnres.training.recipe import read_recipe

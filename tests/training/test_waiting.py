@@ -10,7 +10,7 @@ from attnres.training.recipe import Recipe
 from attnres.training.waiting import wait_limit
 
 from .. import forks
-from .test_many_devices import environment_of
+from .parallel.test_many_devices import environment_of
 
 WAITS = """
 import os, signal, sys, time

@@ -1,0 +1,350 @@
+"""Write model cards: metadata for the Hub, how the model was made, how to use it, and the versions of its code.
+
+`attnres convert` and `attnres train` write `README.md` beside the weights. Each adds its step to the part on how the
+model was made. `attnres push` completes the card for the Hub. Text that a person has written stays (`card_parts.py`).
+"""
+
+import hashlib
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import requires, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from packaging.requirements import Requirement
+
+from attnres import AttnResKimiK3Config, ResidualConfig
+from attnres.checkpoints.kimi_k3 import describe_layout
+from attnres.checkpoints.source_files import check_file
+from attnres.conversion.family import DEFAULT_CONNECTION
+from attnres.utils.files import atomic_write
+
+from .card_metadata import dumped, filled, joined, read, split
+from .card_parts import appended, part, put, unmarked
+from .markdown import code, escape, is_hub_id, link, python_text, shell_word
+
+CARD = "README.md"
+# Auto class -> the Hub's name of the task. A model may have several Auto classes: the first one here counts.
+_TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModel": "feature-extraction",
+}
+# Metadata of a source that holds for models made from it.
+_TERMS = ("license", "license_name", "license_link", "language")
+_BY_VLLM = ("llama", "qwen3")  # backbones whose retrofits `tests/peers/test_vllm.py` serves
+# The text that `transformers` puts into its template of a card.
+_TEMPLATE = (
+    "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been "
+    "automatically generated."
+)
+_MAX_CARD = 2**20  # bytes
+_PACKAGES = ("transformers", "torch")  # the model's code needs these; a card names their versions
+
+
+@dataclass(frozen=True)
+class CardSubject:
+    """The model that a card is about.
+
+    Attributes:
+        config: The model's configuration.
+        folder: The directory of its configuration and code.
+        source: The directory or Hub id in the card's code for loading it.
+        revision: The commit in the card's code for loading it.
+        figure: The path of a figure of its depth attention, relative to the card.
+        results: Results of evaluations, each with `dataset_id`, `task_id`, `value` and `notes`.
+        parameters: The number of its parameters.
+        has_tokenizer: Whether a tokenizer is, or will be, published with it.
+        code: The paths of its Python files relative to `folder`. By default all in `folder`.
+        title: The card's heading. By default the last part of `source`.
+        datasets: The Hub ids of the data sets of its training.
+        layout: A sentence on the layout of its weights. By default, for Kimi K3, the layout of `save_pretrained`.
+        has_hashes: Whether the card lists the Python files with their SHA-256.
+    """
+
+    config: ResidualConfig
+    folder: Path
+    source: str
+    revision: str | None = None
+    figure: str | None = None
+    results: Sequence[Any] = ()
+    parameters: int | None = None
+    has_tokenizer: bool = True
+    code: Sequence[str] | None = None
+    title: str | None = None
+    datasets: Sequence[str] = field(default=())
+    layout: str | None = None
+    has_hashes: bool = False
+
+    @property
+    def auto_class(self) -> str:
+        """The name of the Auto class that loads the model."""
+        return next((name for name in _TASKS if name in self.config.auto_map), "AutoModel")
+
+
+def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
+    """Return the first version of the card of a model that is made from another model.
+
+    Args:
+        folder: The source's directory. A card of this package is continued; from another card, licence, language and
+            base model are taken. A card that cannot be read is ignored, so that it does not stop a conversion.
+        hub_id: The source's id, if it is on the Hub.
+
+    Returns:
+        The card.
+    """
+    try:
+        text = (read_card(folder) if folder is not None else None) or ""
+        metadata = read(text)
+    except (OSError, ValueError):
+        text, metadata = "", {}
+    if part(text, "use") is not None:  # this package has written the card
+        return unmarked(text)
+    terms = {name: metadata[name] for name in _TERMS if metadata.get(name) and _is_plain(metadata[name])}
+    if "language" in terms:
+        terms["language"] = _languages(terms["language"])
+    base = hub_id or metadata.get("base_model")
+    # Some tools write the path of a directory as `base_model`. The Hub refuses it, and it would reveal a local path.
+    is_public = base and not no_hub_ids(base)
+    relation = {"base_model": base, "base_model_relation": "finetune"} if is_public else {}
+    data = ModelCardData(**terms, **relation)
+    return str(ModelCard(joined(dumped(data.to_dict()), ""))) if data.to_dict() else ""
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value of metadata is a text or a list of texts. YAML reads `no`, for Norwegian, as false."""
+    return all(isinstance(item, str | bool) for item in (value if isinstance(value, list) else [value]))
+
+
+def no_hub_ids(value: object) -> list[object]:
+    """Return the names in a value of metadata, a name or a list, that cannot be ids of Hub repositories."""
+    names = value if isinstance(value, list) else [value]
+    return [name for name in names if not isinstance(name, str) or not is_hub_id(name)]
+
+
+def _languages(value: Any) -> Any:
+    """Return a language or list of languages with `no` for Norwegian, which YAML reads as false."""
+    return [_languages(item) for item in value] if isinstance(value, list) else "no" if value is False else value
+
+
+def read_card(folder: Path) -> str | None:
+    """Return the card in a model's directory, or None if it has none.
+
+    Raises:
+        OSError, ValueError: It is a link out of the directory, has more than 1 MiB, or is not in UTF-8.
+    """
+    path = folder / CARD
+    if not path.exists() and not path.is_symlink():
+        return None
+    check_file(folder, path)
+    if path.stat().st_size > _MAX_CARD:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, but a card may have at most {_MAX_CARD:,}.")
+    return decode_card(path.read_bytes(), str(path))
+
+
+def decode_card(content: bytes, name: str) -> str:
+    """Decode the bytes of a card.
+
+    Args:
+        content: The bytes.
+        name: The name of the file, for the message.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: It is not in UTF-8.
+    """
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text ({error}). Save it as UTF-8.") from error
+
+
+def without_template(text: str) -> str:
+    """Return a card, or only its metadata if its text is the unfilled template of `transformers`."""
+    metadata, body = split(text)
+    try:
+        template = ModelCard.from_template(ModelCard(text).data, model_description=_TEMPLATE)
+    except (TypeError, ValueError, yaml.YAMLError):  # the template cannot hold this metadata
+        return text
+    return joined(metadata, "") if body.strip() == template.text.strip() else text
+
+
+def add_step(text: str, step: str) -> str:
+    """Add a step to the part on how the model was made, also if a person has edited the other steps.
+
+    Args:
+        text: The card.
+        step: The step as Markdown.
+
+    Returns:
+        The new card.
+    """
+    metadata, body = split(text)
+    if part(body, "origin") is None:
+        return joined(metadata, put(body, "origin", _render("origin", steps=[step])))
+    return joined(metadata, appended(body, "origin", step))
+
+
+def complete(text: str, subject: CardSubject) -> str:
+    """Complete a card: add metadata that it lacks, and rewrite the parts that nobody has edited.
+
+    Args:
+        text: The card.
+        subject: The model.
+
+    Returns:
+        The new card.
+
+    Raises:
+        ValueError: The metadata is damaged.
+    """
+    values = {"library_name": "transformers", "pipeline_tag": _TASKS[subject.auto_class]}
+    tags = ["attnres", subject.config.residual_connection.replace("_", "-")]
+    metadata, body = split(filled(text, values, {"tags": tags, "datasets": subject.datasets}))
+    facts = _facts(subject)
+    for name in ("summary", "use", "results", "files"):
+        content = _render(name, **facts) if name != "results" or subject.results else ""
+        body = put(body, name, content)
+    return joined(metadata, body)
+
+
+def write_card(text: str, subject: CardSubject) -> None:
+    """Complete a card as [`complete`] does, and write it into the model's directory.
+
+    Args:
+        text: The card.
+        subject: The model.
+
+    Raises:
+        ValueError: The metadata is damaged.
+    """
+    atomic_write(subject.folder / CARD, complete(text, subject))
+
+
+def linked(hub_id: str | None, name: str, commit: str | None = None) -> str:
+    """Return the Markdown that names a model in a card.
+
+    Args:
+        hub_id: Its id, if it is on the Hub.
+        name: Its name or path otherwise. Only the last part of a path is shown.
+        commit: Its commit on the Hub.
+
+    Returns:
+        A link to the Hub, or the name as code.
+    """
+    return code(Path(name).name) if hub_id is None else link(hub_id, commit=commit)
+
+
+def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
+    """Return the Hub id and the commit of a model, as far as its directory shows them.
+
+    Args:
+        folder: The directory it was loaded from, perhaps one of the Hub's cache.
+        name: The directory or Hub id that the user gave.
+
+    Returns:
+        The id and the commit, each None if it is not known.
+    """
+    cached = folder.absolute()  # in the Hub's cache: models--ORG--NAME/snapshots/COMMIT
+    if cached.parent.name == "snapshots" and cached.parent.parent.name.startswith("models--"):
+        return cached.parent.parent.name.removeprefix("models--").replace("--", "/"), cached.name
+    return (None, None) if Path(name).exists() else (name, None)
+
+
+def _facts(subject: CardSubject) -> dict[str, Any]:
+    """Return the values that the template of the card shows."""
+    config = subject.config
+    is_kimi_k3 = isinstance(config, AttnResKimiK3Config)
+    return {
+        "name": subject.title or Path(subject.source).name,
+        "source": subject.source,
+        "revision": subject.revision,
+        "pinned": "revision=revision, " if subject.revision else "",
+        "figure": subject.figure,
+        "results": subject.results,
+        "size": _size(config, subject.parameters),
+        "auto_class": subject.auto_class,
+        "task": _TASKS[subject.auto_class],
+        "generates": subject.auto_class == "AutoModelForCausalLM",
+        "has_tokenizer": subject.has_tokenizer,
+        "backbone": config.model_type if is_kimi_k3 else config.backbone,
+        "layout": subject.layout or describe_layout(config),
+        "connection": config.connection.describe(config),
+        "is_of_the_paper": config.residual_connection == DEFAULT_CONNECTION,
+        "is_served_by_vllm": config.backbone in _BY_VLLM
+        and config.residual_connection == DEFAULT_CONNECTION
+        and config.value_residual is None,
+        "versions": ", ".join([f"Python {platform.python_version()}", *_installed()]),
+        "needed": ", ".join(_needed()),
+        "hashes": _hashes(subject) if subject.has_hashes else [],
+    }
+
+
+def _hashes(subject: CardSubject) -> list[tuple[str, str]]:
+    """Return the path and the SHA-256 of each Python file of a model."""
+    present = (path.relative_to(subject.folder).as_posix() for path in subject.folder.rglob("*.py") if path.is_file())
+    files = sorted(present if subject.code is None else subject.code)
+    return [(name, hashlib.sha256((subject.folder / name).read_bytes()).hexdigest()) for name in files]
+
+
+def _size(config: ResidualConfig, parameters: int | None) -> str:
+    """Return the number of parameters, their dtype and the largest length as text, as far as they are known."""
+    length = getattr(config, "max_position_embeddings", None)
+    facts = [
+        f"{parameters:,} parameters" if parameters else "",
+        str(config.dtype).removeprefix("torch.") if parameters and config.dtype else "",
+        f"up to {length:,} tokens" if length else "",
+    ]
+    size = ", ".join(filter(None, facts))
+    return size[:1].upper() + size[1:]
+
+
+def _installed() -> list[str]:
+    return [f"{name} {version(name)}" for name in ("attnres", *_PACKAGES)]
+
+
+def _needed() -> Iterable[str]:
+    """Yield the packages that a model's code needs, with the oldest versions that this package is tested with."""
+    for requirement in map(Requirement, requires("attnres") or ()):
+        if requirement.name in _PACKAGES and requirement.marker is None:
+            yield f"{requirement.name} {requirement.specifier}".replace(">=", "") + " or newer"
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined, trim_blocks=False
+    )
+    environment.filters |= {"text": escape, "code": code, "python": python_text, "word": shell_word}
+    return environment.get_template("model_card.jinja")
+
+
+def _render(block: str, **facts: Any) -> str:
+    """Return one block of the template of the card with its values."""
+    template = _template()
+    return "".join(template.blocks[block](template.new_context(facts)))
+
+
+__all__ = [
+    "CARD",
+    "CardSubject",
+    "add_step",
+    "complete",
+    "decode_card",
+    "linked",
+    "new_card",
+    "no_hub_ids",
+    "on_hub",
+    "read_card",
+    "without_template",
+    "write_card",
+]

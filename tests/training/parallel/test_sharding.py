@@ -1,0 +1,120 @@
+"""Divisions of a model are read, checked and refused in one process, and engines find the family's layers."""
+
+import re
+
+import pytest
+import torch
+import yaml
+from accelerate import PartialState
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.fsdp import fully_shard
+
+from attnres.conversion import retrofit
+from attnres.training.parallel.sharding import check_engines, check_fsdp2, read_division
+from attnres.training.recipe import read_recipe
+
+from ..running import ACCELERATE_YAMLS
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ("{fsdp_sise: 2}", "cannot have `fsdp_sise`. Did you mean `fsdp_size`?"),
+        ("{pp_size: 2}", "cannot have `pp_size`."),
+        ("{fsdp_size: two}", "`fsdp_size` of the recipe's `distributed` is 'two', but must be a number of processes."),
+        ("{tp_size: 0}", "must be >= 1, got 0"),
+        ("{fsdp_size: 4, ep_size: 3}", "`ep_size` must divide"),
+        ("{fsdp_size: 2}", "among 2 processes, but this run has 1. Start it by `accelerate launch --multi_gpu "),
+        ("{fsdp_size: 2, tp_size: 2}", "among 4 processes, but this run has 1."),
+    ],
+)
+def test_an_impossible_division_is_refused(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_division(yaml.safe_load(settings), 1)
+
+
+def test_a_division_by_two_engines_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="accelerate's FSDP would both divide the model"):
+        read_division({"fsdp_size": 2}, 2)
+
+
+def test_deepspeed_is_refused_for_muon_and_for_models_in_parts_from_the_start(monkeypatch):
+    state = PartialState(cpu=True)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
+    check_engines(state, "adamw")
+    with pytest.raises(RuntimeError, match=r"Muon needs whole matrices, .* set optimizer=adamw"):
+        check_engines(state, "muon")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")
+    with pytest.raises(RuntimeError, match="set `zero3_init_flag: false`"):
+        check_engines(state, "adamw")
+
+
+def test_loading_on_the_first_process_alone_is_refused_if_buffers_are_saved(tiny_model, monkeypatch, assets):
+    path = next(path for path in ACCELERATE_YAMLS if path.stem == "fsdp2")
+    flags = yaml.safe_load(path.read_text())["fsdp_config"] | {"fsdp_cpu_ram_efficient_loading": True}
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for name in ("fsdp_version", "fsdp_cpu_ram_efficient_loading"):  # as `accelerate launch` sets them
+        monkeypatch.setenv(name.upper(), str(flags[name]).lower())
+    with pytest.raises(ValueError, match=r"`fsdp_cpu_ram_efficient_loading: true`: its .*e_score_correction_bias"):
+        check_fsdp2(tiny_model())
+    check_fsdp2(retrofit(str(assets / "checkpoints" / "stories260K-hf")))
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    check_fsdp2(tiny_model())
+
+
+def test_parameters_of_two_dtypes_are_refused_by_accelerates_fsdp2_without_mixed_precision(tiny_model, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    model = tiny_model().bfloat16()
+    with pytest.raises(ValueError, match=r"parameters in bfloat16 and float32. Load it in float32"):
+        check_fsdp2(model)
+    check_fsdp2(model.float())
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    check_fsdp2(model.bfloat16())
+
+
+def test_a_model_that_one_process_holds_is_not_divided():
+    assert read_division(None, 2) is None
+    assert read_division({"fsdp_size": 1}, 1) is None
+
+
+def test_adapters_of_a_divided_model_are_refused():
+    changes = ("model=x", "train=y", "out=z", "distributed={fsdp_size: 2}")
+    with pytest.raises(ValueError, match="leave out `lora` or `distributed`"):
+        read_recipe("lora", changes)
+
+
+@pytest.mark.parametrize("path", ACCELERATE_YAMLS, ids=lambda path: path.stem)
+def test_accelerate_knows_every_key_of_the_configurations(path):
+    config = load_config_from_file(str(path))  # refuses unknown keys, except in the parts of the engines
+    options = {action.dest for action in launch_command_parser()._actions}
+    assert {*config.fsdp_config, *config.deepspeed_config} <= options
+    assert path.read_text().startswith("# ")
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_model_is_saved_with_its_own_code(tiny_model, one_process, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "whole")
+    fully_shard(model := tiny_model())
+    state = {name: tensor.full_tensor() for name, tensor in model.named_parameters()}
+    model.save_pretrained(tmp_path / "sharded", state_dict=model.state_dict() | state)
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "sharded")]
+    assert files[0] == files[1]
+
+
+def test_engines_find_the_decoder_layers_of_the_family(tiny_model, assets):
+    models = (tiny_model(), retrofit(str(assets / "checkpoints" / "stories260K-hf")))
+    for model, name in zip(models, ("AttnResDecoderLayer", "AttnResLlamaDecoderLayer"), strict=True):
+        for part in (model, model.model):
+            assert set(part._no_split_modules) == {name}
+        assert {type(layer).__name__ for layer in model.model.layers} == {name}

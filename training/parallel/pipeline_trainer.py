@@ -1,0 +1,205 @@
+"""`AttnResTrainer` for a pipeline: the loop of `transformers.Trainer`, where a batch passes through several processes.
+
+It differs from `AttnResTrainer` as follows:
+
+- All processes of a pipeline get the same batches.
+- A training step is a schedule of the pipeline. Gradients are summed once an optimizer step.
+- The norm of the gradients is that of the whole model.
+- Each process writes and reads its part of a checkpoint.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import parse_flag_from_env
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from ..recipe import Recipe
+from ..trainer import AttnResTrainer
+from .pipeline import Pipeline
+from .pipeline_callbacks import PipelineBalance, PipelineMonitor
+from .pipeline_checkpoints import load_part, load_random_state, load_schedule, save_parts
+from .pipeline_settings import PipelineSettings
+
+# Fields of `TrainingArguments` that a pipeline does not follow -> the remedy in the error message.
+_REFUSED = {
+    "fp16": "use `bf16`, which needs no scaling of the loss",
+    "torch_compile": "leave it out",
+    # Each of these two turns `torch_compile` on.
+    "torch_compile_backend": "leave it out",
+    "torch_compile_mode": "leave it out",
+    "label_smoothing_factor": "leave it out",
+    "neftune_noise_alpha": "leave it out",
+    "use_liger_kernel": "leave it out",
+    "fsdp": "set `fsdp: true` in `pipeline`",
+    "deepspeed": "leave it out",
+}
+
+
+def check_arguments(recipe: Recipe, settings: PipelineSettings, arguments: TrainingArguments) -> None:
+    """Check that nothing in a recipe or in the settings of accelerate contradicts its `pipeline`.
+
+    Raises:
+        ValueError: A value does not fit.
+    """
+    for name, remedy in _REFUSED.items():
+        if name in recipe.trainer and recipe.trainer[name] not in (None, False, 0, 0.0, "", []):
+            raise ValueError(f"`trainer.{name}` of the recipe does not work with `pipeline`: {remedy}.")
+    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
+            raise ValueError(
+                f"`pipeline` of the recipe and accelerate's {engine} would both divide the model: leave out one."
+            )
+    if arguments.fp16:
+        raise ValueError("`pipeline` of the recipe does not train in fp16, as accelerate's settings ask: use bf16.")
+    rows, parts = arguments.per_device_train_batch_size, settings.microbatches
+    if rows % parts:
+        raise ValueError(
+            f"`microbatches` of the recipe's `pipeline` is {parts}, but must divide the {rows} sequences that a "
+            f"pipeline computes at once (`micro_batch_size`): make one a multiple of the other."
+        )
+
+
+class PipelineTrainer(AttnResTrainer):
+    """A `Trainer` of a model by a [`Recipe`] with `pipeline`.
+
+    Args:
+        pipeline: The part of this process.
+        recipe: The recipe of the run.
+        arguments: The arguments of the run.
+        options: Other arguments of `Trainer`, such as the data sets.
+
+    Attributes:
+        pipeline: The part of this process.
+    """
+
+    def __init__(self, pipeline: Pipeline, recipe: Recipe, arguments: TrainingArguments, **options):
+        self.pipeline = pipeline
+        super().__init__(pipeline.model, recipe, arguments, **options)
+        # accelerate wraps models in DDP and gives each process other batches. It has no settings for pipelines, so
+        # these two methods of this one object are replaced.
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.accelerator.prepare_data_loader = self._prepare_data_loader
+        # accelerate applies autocast to the model's `forward`, which a pipeline calls by parts.
+        pipeline.forward_contexts.append(self.accelerator.autocast)
+        if self.accelerator.mixed_precision == "bf16":
+            pipeline.output_dtype = torch.bfloat16
+
+    def _callbacks(self) -> list[TrainerCallback]:
+        self._monitor = PipelineMonitor(self.pipeline)
+        return [self._monitor, PipelineBalance(self.pipeline, self.recipe.expert_balancing)]
+
+    @property
+    def total_parameters(self) -> int:
+        """Return the number of parameters of the whole model."""
+        return self.pipeline.parameters
+
+    def get_tp_size(self) -> int:
+        """Return how many processes compute the same batch, which `Trainer` asks in this way."""
+        return self.pipeline.settings.stages
+
+    def _prepare_data_loader(self, loader: DataLoader, device_placement: bool | None = None, *rest: Any) -> DataLoader:
+        """Divide the batches of a loader among the pipelines, as accelerate divides them among processes."""
+        accelerator = self.accelerator
+        prepared = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=self.pipeline.replicas,
+            process_index=self.pipeline.replica,
+            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+            rng_types=accelerator.rng_types.copy(),
+            # Each process reads a stream by itself. The alternative sends every process another part of a batch.
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            non_blocking=accelerator.non_blocking,
+        )
+        accelerator._dataloaders.append(prepared)  # as the replaced method does, for `free_memory` and the end of data
+        return prepared
+
+    # Training
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Pass a batch through the pipeline, and add its gradients, as `Trainer` calls it."""
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        documents = inputs.pop("documents", [])
+        self._monitor.count(inputs["input_ids"])
+        loss = self.pipeline.step(inputs, num_items_in_batch)
+        self._check_loss(loss, documents)
+        if self.accelerator.sync_gradients:
+            self.pipeline.reduce_gradients()
+            self.pipeline.end_step()
+        # `Trainer` averages the loss over processes, and so over pipelines. It is divided by the labels of all of them.
+        return loss * self.pipeline.replicas
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.pipeline.clip_gradients(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self.pipeline.clip_gradients(float("inf")) if grad_norm is None else grad_norm
+
+    def _compute_logits(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor | None:
+        return self.pipeline.evaluate(inputs)
+
+    def results(self) -> dict[str, Any]:
+        """Return the counts of the pipeline, for `results.json`."""
+        return {"pipeline": self.pipeline.results()}
+
+    # Checkpoints
+
+    @property
+    def has_optimizer_parts(self) -> bool:
+        """Return True: each process has the optimizer of its layers."""
+        return True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, each process its part; all processes call it together."""
+        folder = Path(output_dir or self.args.output_dir)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.accelerator.wait_for_everyone()
+        save_parts(self.pipeline, folder, is_checkpoint=self._saving_in is not None)
+        if self.args.should_save:
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
+        load_part(self.pipeline, Path(resume_from_checkpoint))
+
+    def _load_best_weights(self, folder: Path) -> None:
+        load_part(self.pipeline, folder)
+
+    def _load_schedule(self, path: Path) -> None:
+        load_schedule(self.lr_scheduler, path)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        own = f"rng_state_{self.args.process_index}.pth"
+        if checkpoint is not None and not Path(checkpoint, own).is_file():
+            load_random_state(Path(checkpoint, "rng_state_0.pth"))
+        else:
+            super()._load_rng_state(checkpoint)
+
+
+def describe_pipeline(pipeline: Pipeline) -> str:
+    """Describe in a line how many processes train, and how they divide the model."""
+    settings = pipeline.settings
+    count, layers = settings.stages * pipeline.replicas, "+".join(str(len(part)) for part in pipeline.layers)
+    beside = "" if pipeline.replicas == 1 else f", {pipeline.replicas} pipelines"
+    divided = " divided by FSDP2" if settings.fsdp and pipeline.replicas > 1 else ""
+    return (
+        f"{count} processes{beside}{divided}, each of {settings.stages} stages with {settings.virtual} "
+        f"chunk{'s' if settings.virtual > 1 else ''} ({settings.schedule}, {settings.microbatches} micro-batches, "
+        f"layers {layers}, time limit {settings.timeout} s)"
+    )
+
+
+__all__ = ["PipelineTrainer", "check_arguments", "describe_pipeline"]
