@@ -1,4 +1,4 @@
-"""Retrofit pretrained decoders, convert checkpoints, and publish models with their cards.
+"""Retrofit pretrained decoders, and convert checkpoints.
 
 The main function is [`retrofit`]: it gives a standard decoder other residual connections under which it computes the
 same function.

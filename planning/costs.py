@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from attnres import ResidualConfig
+from attnres.utils.partition import divide_layers
 
 from .building import Batch
 from .jobs import Job, Layout
 from .schedules import rank_actions
-from .stages import divide_layers, fullest_moment
+from .stages import fullest_moment
 from .traces import Trace
 from .tracing import trace
 from .weights import StageWeights, Weights, model_weights, stage_weights

@@ -9,7 +9,18 @@ from attnres import CONNECTIONS
 
 ROOT = Path(__file__).parents[1]
 # All code of the package but the models and what computes their depth attention, and the benchmarks.
-FOLDERS = ("analysis", "benchmarks", "commands", "configuration", "conversion", "eval", "training")
+FOLDERS = (
+    "analysis",
+    "benchmarks",
+    "checkpoints",
+    "commands",
+    "configuration",
+    "conversion",
+    "eval",
+    "planning",
+    "publishing",
+    "training",
+)
 FILES = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # The help of the command line is shown before the registry can be imported; `test_quick.py` holds it against that.
 FILES.remove(Path("commands/connections.py"))

@@ -8,7 +8,19 @@ from pathlib import Path
 
 from .reading import ROOT
 
-FOLDERS = ("accelerated", "analysis", "commands", "conversion", "eval", "modeling_attnres", "training", "utils")
+FOLDERS = (
+    "accelerated",
+    "analysis",
+    "checkpoints",
+    "commands",
+    "conversion",
+    "eval",
+    "modeling_attnres",
+    "planning",
+    "publishing",
+    "training",
+    "utils",
+)
 _LEAST = 30  # letters that are the same in every instance of a message
 
 

@@ -15,7 +15,8 @@ from attnres.planning.schedules import (
     sent_bytes,
     simulate,
 )
-from attnres.planning.stages import divide_layers, fullest_moment
+from attnres.planning.stages import fullest_moment
+from attnres.utils.partition import divide_layers
 
 numbers = st.integers(1, 6)
 

@@ -38,8 +38,8 @@ class Pipeline:
     """The part of one process in pipeline parallel training.
 
     Args:
-        model: The model, whole or of [`make_part`](attnres.training.parallel.pipeline_parts.make_part). It is cut in place:
-            afterwards it holds the layers of this process, and placeholders for the others.
+        model: The model, whole or of [`make_part`](attnres.training.parallel.pipeline_parts.make_part). It is cut in
+            place: afterwards it holds the layers of this process, and placeholders for the others.
         settings: The division.
         device: The device of this process.
 

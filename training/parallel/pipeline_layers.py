@@ -10,7 +10,7 @@ from itertools import accumulate
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnres.planning import stages
+from attnres.utils import partition
 
 from .pipeline_settings import PipelineSettings
 
@@ -51,7 +51,7 @@ def divide_layers(costs: Sequence[float], chunks: int, last: float = 0.0) -> lis
             f"the model has {count} layers, but `stages` times `virtual` of the recipe's `pipeline` is {chunks}: each "
             "chunk needs a layer, so make one of them smaller."
         )
-    return [range(part.start, part.stop) for part in stages.divide_layers(costs, chunks, last)]
+    return [range(part.start, part.stop) for part in partition.divide_layers(costs, chunks, last)]
 
 
 def listed_layers(counts: Sequence[int], layers: int) -> list[range]:

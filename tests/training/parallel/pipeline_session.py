@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the script is run by its path
+sys.path.insert(0, str(Path(__file__).parents[3]))  # the script is run by its path
 
 from attnres.backbones_attnres import config_on
 from attnres.configuration_attnres import AttnResConfig

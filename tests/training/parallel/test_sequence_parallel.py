@@ -23,7 +23,7 @@ from attnres.training.parallel.sharding import read_division
 from ... import forks
 from ...conversion.backbones import COMMON, build_member, member_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Two models are divided in all ways among four processes, and the others among two, which is sooner done.
 PROCESSES, FEWER = 4, 2
 # Name -> case of `backbones.py`, and fields that differ. The backbones have other ways through a layer: whole attention

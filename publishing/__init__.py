@@ -1,0 +1,1 @@
+"""Write model cards, check what may be uploaded, and push models to the Hub."""
