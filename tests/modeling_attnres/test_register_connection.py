@@ -14,6 +14,7 @@ from attnres import CONNECTIONS, ResidualConfig, ResidualConnection, register_re
 from attnres.analysis import semiseparable_rank, token_mixing
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
+from attnres.training.recipe import Recipe
 
 from .connections import BACKBONES, assert_same_gradients, build, connections_of, difference, double, gradients
 
@@ -205,6 +206,13 @@ def test_a_name_that_is_not_an_identifier_is_refused(name):
         register_residual_connection(type("Other", (ResidualConnection,), {"name": name}))
     with pytest.raises(TypeError, match="'mhc' must be a class that derives from ResidualConnection"):
         register_residual_connection("mhc")
+
+
+def test_a_recipe_takes_a_registered_connection_and_its_fields():
+    recipe = {"residual": "channel_gate", "gate_temperature": 2.0}
+    assert Recipe("m", ("a.txt",), "out", steps=1, retrofit=recipe).retrofit == recipe
+    with pytest.raises(ValueError, match="Did you mean `gate_temperature`"):
+        Recipe("m", ("a.txt",), "out", steps=1, retrofit={"residual": "channel_gate", "gate_temperatur": 2.0})
 
 
 def test_a_redefined_class_replaces_its_earlier_definition():
