@@ -2,9 +2,10 @@
 
 A recurrence cannot apply a mask over pairs of tokens: it can skip padding, and begin anew at each document.
 `for_linear_attention` reads from the masks of a forward pass which tokens are padding and where documents begin, and
-refuses masks that say more. It takes the arguments as `keep_documents_apart` of `documents_attnres` returns them.
+warns of masks that say more. It takes the arguments as `keep_documents_apart` of `documents_attnres` returns them.
 """
 
+import warnings
 from collections.abc import Mapping
 from inspect import signature
 from typing import Any
@@ -27,6 +28,7 @@ from .documents_attnres import (
     separate_under_mask,
     shape_of,
 )
+from .residual_attnres import FamilyWarning
 
 # The name of the cache among a model's arguments, which `transformers` 5.24 changed.
 CACHE_NAME = "cache" if "cache" in signature(KimiLinearModel.forward).parameters else "past_key_values"
@@ -75,13 +77,16 @@ def read_square_mask(
 
     Returns:
         Which tokens are real `[batch, length]`, or `None` if all are; and the number of each token's document
-        `[batch, length]`, or `None` if each row is one document.
+        `[batch, length]`, or `None` if each row is one document. Both are `None`, with a warning, if the mask shows
+        later tokens, hides more than these, padding and other documents, or adds biases to scores: then linear
+        attention ignores it, as in `transformers`.
 
     Raises:
-        ValueError: the mask shows later tokens, or hides more than these, padding and other documents.
+        ValueError: the mask is too short, or hides real tokens in the cache.
     """
     is_seen = mask if mask.dtype == torch.bool else mask == 0
-    is_plain = is_seen | (mask < _HIDDEN)  # else it adds biases to the scores, which linear attention does not have
+    # Any other number is a bias that is added to scores, which linear attention does not have.
+    is_plain = torch.ones_like(mask) if mask.dtype == torch.bool else is_seen | (mask < _HIDDEN)
     first = is_seen[:, 0]  # (batch, length, tokens)
     past, now = first[..., :seen], first[..., seen : seen + length]
     index = torch.arange(length, device=mask.device)
@@ -110,13 +115,20 @@ def read_square_mask(
             "the cache, except those that an earlier mask of this form hid as padding. Pass the same padding in each "
             "pass, or masks [batch, tokens] in all of them."
         )
-    if first.shape[-1] < seen + length or not bool(is_readable and is_past_honoured.all()):
+    if first.shape[-1] < seen + length:
         raise ValueError(
-            f"linear attention cannot apply this mask of shape {list(mask.shape)}: it must hide later tokens, and "
-            "nothing else but padding and other documents, and add nothing to scores. Pass a mask [batch, tokens] or "
-            "`position_ids` that restart; or a dictionary with a mask for each kind of layer, 'full_attention' and "
-            "'linear_attention' (None or [batch, tokens])."
+            f"a mask of shape {list(mask.shape)} is too short for {seen} tokens in the cache and {length}."
         )
+    if not bool(is_readable and is_past_honoured.all()):
+        warnings.warn(
+            f"this mask of shape {list(mask.shape)} holds for full attention alone. Linear attention sees all earlier "
+            "tokens, since it can hide only later tokens, padding and other documents, and add nothing to scores. To "
+            "choose what it sees, pass a dictionary with a mask for each kind of layer, 'full_attention' and "
+            "'linear_attention' (None or [batch, tokens]).",
+            FamilyWarning,
+            stacklevel=2,
+        )
+        return None, None
     return (None if bool(is_real.all()) else is_real), (documents if bool(documents.any()) else None)
 
 
@@ -216,7 +228,7 @@ def for_linear_attention(
         The arguments, with `real_tokens`, `seq_idx` and `cu_seqlens` for the layers where they need them.
 
     Raises:
-        ValueError: they have a mask that linear attention cannot apply, positions of more than two dimensions, or a
+        ValueError: they have a mask that hides real tokens in the cache, positions of more than two dimensions, or a
             cache of keys and values alone.
     """
     shape = shape_of(arguments)

@@ -10,8 +10,11 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from attnres import AttnResForCausalLM
+from attnres.conversion import retrofit
+from attnres.residual_attnres import FamilyWarning
 
 from ..caches import CACHE
+from ..conversion.backbones import build
 from .rows import TOLERANCE, alone, error, of_travelled_code, refused
 
 
@@ -174,22 +177,24 @@ def test_a_mask_over_pairs_that_hides_real_tokens_in_the_cache_is_refused(model,
     assert "it must show the 8 tokens in the cache" in message
 
 
-def test_a_mask_that_linear_attention_cannot_apply_is_refused_with_a_remedy(model, ids):
+@torch.no_grad()
+def test_linear_attention_ignores_a_mask_that_it_cannot_apply_as_in_transformers_and_a_warning_says_so(ids):
+    standard = build("kimi_linear")
+    model = retrofit(standard)
     window = CAUSAL & ~CAUSAL.tril(-3)
-    for mask in (window, torch.ones_like(CAUSAL), CAUSAL.flip(0)):
-        assert "linear attention cannot apply" in refused(
-            model, input_ids=ids[:1, :12], attention_mask=mask[None, None]
-        )
-    # The remedy is a mask for each kind of layer: the caller decides which tokens full attention sees.
-    masks = {"full_attention": window[None, None], "linear_attention": None}
-    assert model(ids[:1, :12], attention_mask=masks).logits.shape == (1, 12, 99)
-
-
-def test_a_mask_that_adds_biases_to_scores_is_refused(model, ids):
-    """Otherwise its entries, of which none is zero, would make padding of all tokens."""
-    mask = torch.full((12, 12), -torch.inf).triu(1) + torch.linspace(-1, 1, 12)
-    with pytest.raises(ValueError, match=r"linear attention cannot apply this mask .* add nothing to scores"):
-        model(ids[:, :12], attention_mask=mask.expand(4, 1, 12, 12))
+    # Of the last mask no entry is zero, so that its tokens must not pass for padding.
+    biases = torch.full((12, 12), -torch.inf).triu(1) + torch.linspace(-1, 1, 12)
+    token_ids, causal = ids[:2, :12] % standard.config.vocab_size, standard(ids[:2, :12] % standard.config.vocab_size)
+    for mask in (window, torch.ones_like(CAUSAL), biases):
+        mask = mask.expand(2, 1, 12, 12)
+        expected = standard(token_ids, attention_mask=mask).logits
+        assert error(expected, causal.logits) > 1e-3  # full attention applies it
+        with pytest.warns(FamilyWarning, match="holds for full attention alone"):
+            actual = model(token_ids, attention_mask=mask).logits
+        assert error(actual, expected) < TOLERANCE
+        # The caller may choose what linear attention sees.
+        masks = {"full_attention": mask, "linear_attention": None}
+        assert error(model(token_ids, attention_mask=masks).logits, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("first", [1, 2])
