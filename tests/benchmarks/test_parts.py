@@ -164,7 +164,8 @@ def test_a_stopped_run_keeps_its_rows_and_the_results_of_a_whole_run(tmp_path, m
 
 
 def test_a_part_whose_package_is_not_installed_is_left_out_and_its_stored_results_stay(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in ["triton", *(name for name in sys.modules if name.startswith("triton."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "benchmarks.without_launches", raising=False)  # which imports Triton
     monkeypatch.setattr(Part, "tables", lambda self, rows: {})
     monkeypatch.setitem(run.PARTS, "imports", Part(None))
