@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedModel, conversion_mapping
 from transformers.conversion_mapping import WeightRenaming
+from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_attnres import BACKBONES, ResidualConfig
@@ -78,6 +79,10 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
     name = causal_lm.__name__.removesuffix("ForCausalLM")
     classifier = _make(model.__base__, ResidualHead, PooledByMask, name=f"{name}ForSequenceClassification", **shared)
     classes = {"AutoModel": model_class, "AutoModelForSequenceClassification": classifier}
+    if "AutoModelForTokenClassification" not in heads:
+        named = f"{name}ForTokenClassification"
+        tagger = _make(model.__base__, ResidualHead, GenericForTokenClassification, name=named, **shared)
+        classes["AutoModelForTokenClassification"] = tagger
     for auto_class, head in heads.items():
         mixin = ResidualLanguageModel if head is causal_lm else ResidualHead
         classes[auto_class] = _make(head, mixin, **shared)

@@ -22,11 +22,18 @@ from . import backbones_attnres
 from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, Sublayer, Sublayers, register
 from .functional import depth_attention, depth_attention_reference
 from .functional_attnres import DEPTH_ATTENTION
-from .kimi_k3_attnres import IS_KNOWN, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
+from .kimi_k3_attnres import (
+    IS_KNOWN,
+    AttnResKimiK3ForCausalLM,
+    AttnResKimiK3ForSequenceClassification,
+    AttnResKimiK3ForTokenClassification,
+    AttnResKimiK3Model,
+)
 from .kimi_k3_configuration_attnres import AttnResKimiK3Config
 from .modeling_attnres import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
+    AttnResForTokenClassification,
     AttnResModel,
     AttnResPreTrainedModel,
 )
@@ -226,8 +233,11 @@ __all__ = [
     "AttnResConfig",
     "AttnResForCausalLM",
     "AttnResForSequenceClassification",
+    "AttnResForTokenClassification",
     "AttnResKimiK3Config",
     "AttnResKimiK3ForCausalLM",
+    "AttnResKimiK3ForSequenceClassification",
+    "AttnResKimiK3ForTokenClassification",
     "AttnResKimiK3Model",
     "AttnResModel",
     "AttnResPreTrainedModel",

@@ -39,7 +39,14 @@ from .functional_attnres import accelerated
 from .kimi_k3_configuration_attnres import AttnResKimiK3Config
 from .kimi_k3_layout_attnres import check_own_names, in_form_of_model, layout_rules, read_release
 from .loading_attnres import check_files
-from .modeling_attnres import AttnResDecoderLayer, AttnResForCausalLM, AttnResModel, AttnResPreTrainedModel
+from .modeling_attnres import (
+    AttnResDecoderLayer,
+    AttnResForCausalLM,
+    AttnResForSequenceClassification,
+    AttnResForTokenClassification,
+    AttnResModel,
+    AttnResPreTrainedModel,
+)
 
 
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -283,7 +290,12 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
     _no_split_modules = ["AttnResKimiK3DecoderLayer"]
     # The tensors that the release stores in float32.
     _keep_in_fp32_modules_strict = ["e_score_correction_bias", "dt_bias", "A_log", "conv1d", "o_norm"]
-    auto_classes = {"AutoModel": "AttnResKimiK3Model", "AutoModelForCausalLM": "AttnResKimiK3ForCausalLM"}
+    auto_classes = {
+        "AutoModel": "AttnResKimiK3Model",
+        "AutoModelForCausalLM": "AttnResKimiK3ForCausalLM",
+        "AutoModelForSequenceClassification": "AttnResKimiK3ForSequenceClassification",
+        "AutoModelForTokenClassification": "AttnResKimiK3ForTokenClassification",
+    }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -333,7 +345,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
             if state_dict is not None:
                 names = [name for name in model.state_dict() if name not in (model.all_tied_weights_keys or ())]
                 check_own_names(names, state_dict)
-                state_dict = read_release(model.config, state_dict, not isinstance(model, AttnResKimiK3Model))
+                state_dict = read_release(model.config, state_dict, isinstance(model, AttnResKimiK3ForCausalLM))
                 state_dict = in_form_of_model(model.config, state_dict)
             return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
@@ -374,6 +386,18 @@ class AttnResKimiK3ForCausalLM(AttnResKimiK3PreTrainedModel, AttnResForCausalLM)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+class AttnResKimiK3ForSequenceClassification(AttnResKimiK3PreTrainedModel, AttnResForSequenceClassification):
+    """A sequence classifier on [`AttnResKimiK3Model`], such as a reward model."""
+
+    model_class = AttnResKimiK3Model
+
+
+class AttnResKimiK3ForTokenClassification(AttnResKimiK3PreTrainedModel, AttnResForTokenClassification):
+    """A token classifier on [`AttnResKimiK3Model`]."""
+
+    model_class = AttnResKimiK3Model
 
 
 for _auto, _name in AttnResKimiK3PreTrainedModel.auto_classes.items():

@@ -435,7 +435,9 @@ class AttnResKimiK3Config(AttnResConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a released `config.json` has them, in the layout of `checkpoint_layout`."""
         fields = super().to_dict()
-        text = {"model_type": self.backbone, "architectures": ["KimiLinearForCausalLM"]}
+        # No release has a classifier, so it keeps its own name.
+        classifiers = [name for name in fields.get("architectures") or () if name.endswith("Classification")]
+        text = {"model_type": self.backbone, "architectures": classifiers or ["KimiLinearForCausalLM"]}
         for name in _TEXT_FIELDS:
             value = getattr(self, name)
             if value is not None or name in _WRITTEN_NULLS:
@@ -464,7 +466,7 @@ class AttnResKimiK3Config(AttnResConfig):
         outer = {name: fields[name] for name in ("auto_map", "transformers_version") if name in fields}
         if self.checkpoint_layout == TEXT:
             return text | outer
-        outer |= {"model_type": self.model_type, "architectures": ["KimiK3ForConditionalGeneration"]}
+        outer |= {"model_type": self.model_type, "architectures": classifiers or ["KimiK3ForConditionalGeneration"]}
         names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
         outer |= {name: text[name] for name in names if name in text}
         return outer | (self.composite_fields or {}) | {"text_config": text}

@@ -450,7 +450,9 @@ def layout_rules(config: AttnResKimiK3Config | None = None, is_decoder: bool = F
         rules.append(WeightRenaming(r"^language_model\.model\." if is_composite else r"^model\.", "^"))
     elif is_composite:
         # `transformers` applies the rules in reverse when it saves, so the prefix is the last to be added.
-        rules += [WeightRenaming(rf"^language_model\.{part}\.", rf"^{part}\.") for part in ("model", "lm_head")]
+        rules += [
+            WeightRenaming(rf"^language_model\.{part}\.", rf"^{part}\.") for part in ("model", "lm_head", "score")
+        ]
     # On saving, `.mlp.` becomes `.block_sparse_moe.` everywhere; these restore the name of a dense MLP.
     rules += [
         WeightRenaming(rf"\.mlp\.{part}\.", rf"\.block_sparse_moe\.{part}\.")

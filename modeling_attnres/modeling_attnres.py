@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .configuration_attnres import AttnResConfig, Sublayers
@@ -75,6 +76,7 @@ class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreT
         "AutoModel": "AttnResModel",
         "AutoModelForCausalLM": "AttnResForCausalLM",
         "AutoModelForSequenceClassification": "AttnResForSequenceClassification",
+        "AutoModelForTokenClassification": "AttnResForTokenClassification",
     }
 
 
@@ -144,11 +146,27 @@ class AttnResForCausalLM(ResidualLanguageModel, AttnResPreTrainedModel, kimi_lin
 class AttnResForSequenceClassification(ResidualHead, PooledByMask, AttnResPreTrainedModel):
     """A sequence classifier on [`AttnResModel`], with attention residuals or another of `CONNECTIONS`."""
 
+    model_class: type[AttnResModel] = AttnResModel  # `AutoModel` has no entry for remote code
+
     def __init__(self, config: AttnResConfig):
         AttnResPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = AttnResModel(config)  # `AutoModel` has no entry for remote code
+        self.model = self.model_class(config)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+        self.post_init()
+
+
+class AttnResForTokenClassification(ResidualHead, GenericForTokenClassification, AttnResPreTrainedModel):
+    """A token classifier on [`AttnResModel`], with attention residuals or another of `CONNECTIONS`."""
+
+    model_class: type[AttnResModel] = AttnResModel
+
+    def __init__(self, config: AttnResConfig):
+        AttnResPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = self.model_class(config)
+        self.dropout = nn.Dropout(0.1)  # as in `transformers`' own token classifiers
+        self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
 

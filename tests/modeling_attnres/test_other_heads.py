@@ -1,15 +1,23 @@
-"""Token classification and question answering, on the backbones that have these heads, with the backbone's own head."""
+"""Token classification on every backbone, and question answering on those that have it; both heads of Kimi K3."""
+
+import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+    pipeline,
 )
 
-from attnres import BACKBONES
+from attnres import BACKBONES, AttnResKimiK3Config
+from attnres.configuration import load
 
 from .connections import close
 
@@ -39,7 +47,8 @@ def test_a_head_exists_where_the_backbone_has_it(backbones):
     for backbone in BACKBONES:
         config_class = type(backbones.member_config(backbone))
         for auto_class in HEADS:
-            assert (config_class in auto_class._model_mapping) == ((backbone, auto_class) in CASES)
+            exists = auto_class is AutoModelForTokenClassification or (backbone, auto_class) in CASES
+            assert (config_class in auto_class._model_mapping) == exists
 
 
 @torch.no_grad()
@@ -81,3 +90,34 @@ def test_a_head_on_a_retrofits_checkpoint_is_new_and_the_whole_model_trains(back
     assert type(again) is type(model) and again.config.auto_map[auto_class.__name__].startswith("backbones_attnres.")
     assert all(map(close, again(ids)[:1], model(ids)[:1]))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "causal").config.auto_map == again.config.auto_map
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["composite", "text"])
+@pytest.mark.parametrize("auto_class", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_a_classifier_of_kimi_k3_begins_from_the_language_model_and_is_saved_whole(tmp_path, ids, auto_class, layout):
+    language_model = AutoModelForCausalLM.from_config(load("attnres-k3-tiny", checkpoint_layout=layout, pad_token_id=0))
+    language_model.eval().save_pretrained(tmp_path / "lm")
+    of_layout = auto_class._model_mapping[AttnResKimiK3Config]  # a text model alone names Kimi Linear's model type
+    model, info = of_layout.from_pretrained(tmp_path / "lm", num_labels=3, output_loading_info=True)
+    assert {name.partition(".")[0] for name in info["missing_keys"]} == {"score"}
+    expected = language_model.base_model(ids).last_hidden_state
+    assert torch.equal(model.base_model(ids).last_hidden_state, expected)
+    model.score.weight.normal_()
+    model.save_pretrained(tmp_path / "classifier")
+    again = of_layout.from_pretrained(tmp_path / "classifier")
+    assert type(again) is of_layout and again.config.num_labels == 3
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    config = json.loads((tmp_path / "classifier" / "config.json").read_text())
+    assert config["architectures"] == [of_layout.__name__]
+
+
+@pytest.mark.parametrize("task", ["text-classification", "token-classification"])
+@pytest.mark.parametrize("name", ["attnres-tiny", "attnres-k3-tiny"])
+def test_a_pipeline_for_a_classifier_gives_labels_of_the_classifier(tmp_path, name, task):
+    words = WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="[UNK]")
+    model = AutoModelForCausalLM.from_config(load(name, vocab_size=8, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    model.save_pretrained(tmp_path)
+    (result,) = pipeline(task, model=str(tmp_path), tokenizer=tokenizer)("a")
+    assert {result.get("label"), result.get("entity")} & {"LABEL_0", "LABEL_1"}
