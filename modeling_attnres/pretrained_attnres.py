@@ -98,7 +98,7 @@ class ResidualPreTrainedModel:
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         kept = self.tensors_kept_in_float32()
         for tensor in kept.values():
-            tensor.data = tensor.data.to(dtype)
+            tensor.data = tensor.data.to(torch.promote_types(tensor.dtype, dtype))  # float64 keeps its digits
         # Before transformers 5.23 the plan cannot be set, and FSDP2 groups whole layers.
         has_plan = getattr(getattr(type(self), "fsdp_plan", None), "fset", None) is not None
         if kept and has_plan and self.fsdp_plan and torch.get_default_dtype() != dtype:

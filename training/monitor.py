@@ -257,14 +257,18 @@ class Monitor(LoggedCallback):
     def _slice(self) -> dict[str, Tensor]:
         """Return arguments of a forward pass on the first tokens of the last batch's first sequence, without padding.
 
-        They are `[1, tokens]`: the tokens and, if the batch has them, the positions or documents by which the training
-        keeps the documents of a row apart.
+        They are `[1, tokens]`: the tokens and, if the batch has them, their positions, and the documents that the
+        training keeps apart.
         """
         ids, mask, positions = self._ids, *map(self._arguments.get, ("attention_mask", "position_ids"))
         rows = {"input_ids": ids}
-        if mask is None and isinstance(positions, Tensor) and positions.ndim == 2:
+        if isinstance(positions, Tensor) and positions.ndim == 2:
             rows["position_ids"] = positions.expand_as(ids)
-        elif (documents := find_documents({**self._arguments, "input_ids": ids}, makes_cache=False)) is not None:
+            if mask is not None:  # with a mask, positions that restart do not begin a document
+                rows["attention_mask"] = torch.ones_like(ids)
+        is_marked = mask is None and "position_ids" in rows  # the positions mark the documents
+        documents = None if is_marked else find_documents({**self._arguments, "input_ids": ids}, makes_cache=False)
+        if documents is not None:
             rows["seq_idx"] = documents
         rows = {name: row[0] for name, row in rows.items()}
         if isinstance(mask, Tensor) and mask.shape == ids.shape and mask[0].any():

@@ -407,6 +407,7 @@ class AttnResTrainer(ResumableTrainer):
             # The checkpoint has the rates of the next step in a run of its length, and this run may be longer.
             for group, rate, factor in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
                 group["lr"] = rate * factor(schedule.last_epoch)
+            schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]  # which `Trainer` logs
 
     def _load_states(self, checkpoint: str | None) -> None:
         if not self.has_optimizer_parts or checkpoint is None:

@@ -97,3 +97,14 @@ def test_every_connection_with_a_gate_and_value_residuals_keeps_its_weights(name
 def test_a_retrofit_with_experts_and_delta_attention_keeps_its_weights(backbones):
     source = backbones.build("kimi_linear")
     assert_keeps_weights(retrofit(source, full=True), source)
+
+
+def test_a_retrofit_in_float64_keeps_the_digits_of_all_tensors(backbones):
+    """Those that stay in float32 in a 16-bit model, such as decays of delta attention, the source shares."""
+    source = backbones.build("kimi_linear").double()
+    model = retrofit(source, "hyper_connections")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    assert_keeps_weights(model, source)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainer
 
 from attnres import CONNECTIONS, peft_modules_to_save
 from attnres.configuration import load
+from attnres.conversion import retrofit
 from attnres.training import monitor as module
 from attnres.training.balance import ExpertBalance
 from attnres.training.monitor import Monitor, depth_attention_summary, flops_per_token, peak_flops
@@ -285,6 +286,23 @@ def test_the_documents_of_a_packed_row_are_measured_apart(sign, tokens, tiny_mod
     expected = depth_attention_summary(torch.cat(weights, -1) for weights in zip(*parts))
     assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert depth_attention_summary(whole)["depth_entropy"] != pytest.approx(expected["depth_entropy"], rel=1e-4)
+
+
+def test_positions_that_restart_under_a_mask_are_measured_as_they_are_trained():
+    """With a mask they mark no documents, but the rotary embedding uses them."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model, monitor = retrofit(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))), Monitor()
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    ids, positions = BLOCKS[:1], packed("position_ids")["position_ids"][None]
+    row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+    monitor.on_train_begin(TrainingArguments(report_to="none", use_cpu=True), TrainerState(), None, model=model)
+    model.train()(**row, use_cache=False)
+    line = monitor.metrics()
+    with torch.no_grad():
+        expected = depth_attention_summary(model(**row, output_depth_attentions=True).depth_attentions)
+    assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 # --- no effect on training

@@ -152,9 +152,10 @@ def test_the_handler_of_sigterm_is_restored_also_if_training_fails(make):
 def test_a_longer_run_continues_with_the_rates_of_its_own_schedule(make, tmp_path):
     make(save_total_limit=1).train()
     rates = []
-    trainer = make(
-        At("on_step_begin", STEPS, lambda _: rates.append(trainer.optimizer.param_groups[0]["lr"])), max_steps=8
-    )
+    note = At("on_step_begin", STEPS, lambda _: rates.append(trainer.optimizer.param_groups[0]["lr"]))
+    trainer = make(note, max_steps=8, logging_steps=1)
     trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS}"))
     assert trainer.state.global_step == 8
     assert rates == [pytest.approx(0.01)]  # the decay of `wsd` begins here, and had ended in the shorter run
+    logged = {line["step"]: line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line}
+    assert logged[STEPS + 1] == pytest.approx(0.01)

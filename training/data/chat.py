@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .packing import IGNORED
-from .typed_tokens import mark_typed, rename_special, special_tokens_of, text_tokenizer, without_marks
+from .typed_tokens import holds_marks, mark_typed, rename_special, special_tokens_of, text_tokenizer, without_marks
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -162,8 +162,10 @@ class _TypedEncoder(_ChatEncoder):
 
     def encode_typed(self, messages: list[dict], tools: list | None, *typed: Any) -> dict[str, list[int]]:
         """Return the tokens and labels of a conversation, given without and with marks."""
-        encoded = self._encode(*typed)
-        if without_marks(super()._render(*typed)) != super()._render(messages, tools):
+        encoded, text = self._encode(*typed), super()._render(messages, tools)
+        if holds_marks(text):  # they could form the new name of a special token
+            raise ValueError("a message holds the name of a special token, and one of U+FDD0 to U+FDD2: remove these.")
+        if without_marks(super()._render(*typed)) != text:
             raise ValueError(
                 "the chat template reads special tokens in messages, as it does for thinking, so they cannot be "
                 "encoded as text: leave them out, or give thinking as `reasoning_content`."

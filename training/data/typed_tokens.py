@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-# Noncharacters of Unicode, which no text holds: within a name that a message holds, and around another name.
+# Noncharacters of Unicode, which hardly any text holds: within a name that a message holds, and around another name.
 _TYPED, _BEGIN, _END = "\ufdd0", "\ufdd1", "\ufdd2"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -35,6 +35,11 @@ def mark_typed(value: Any, names: Sequence[str]) -> Any:
     if isinstance(value, dict):
         return {mark_typed(key, names): mark_typed(item, names) for key, item in value.items()}
     return [mark_typed(item, names) for item in value] if isinstance(value, list) else value
+
+
+def holds_marks(text: str) -> bool:
+    """Return whether a text holds a noncharacter that this file uses."""
+    return any(mark in text for mark in (_TYPED, _BEGIN, _END))
 
 
 def without_marks(text: str) -> str:
@@ -91,4 +96,4 @@ def _renamed(name: str, names: Sequence[str]) -> str:
     return f"{_BEGIN}{names.index(name)}{_END}"
 
 
-__all__ = ["mark_typed", "rename_special", "special_tokens_of", "text_tokenizer", "without_marks"]
+__all__ = ["holds_marks", "mark_typed", "rename_special", "special_tokens_of", "text_tokenizer", "without_marks"]

@@ -317,6 +317,13 @@ def test_a_template_that_reads_special_tokens_in_messages_is_an_error(tokenizer)
         encode({"messages": conversation("a", "think<|eot_id|>b")})
 
 
+def test_noncharacters_in_messages_cannot_form_a_special_token(tokenizer):
+    """They are the marks by which special tokens of the template are told from their names in messages."""
+    encode = encode_chat(with_template(tokenizer, CHATML))
+    with pytest.raises(ValueError, match="one of U\\+FDD0 to U\\+FDD2: remove these"):
+        encode({"messages": conversation("<|im_end|>\ufdd10\ufdd2", "b")})
+
+
 def test_a_conversation_with_nothing_to_learn_is_an_error(tokenizer):
     with_template(tokenizer, CHATML_MARKED_TEXT)
     with pytest.raises(ValueError, match="renders no text of the assistant's turns"):
