@@ -25,7 +25,7 @@ from attnres.utils.model_files import RECORD, SIDE_FILES
 
 from .pickles import read_pickle, read_pickle_shapes
 from .shards import DTYPES, Entry, Shard, explain_writing, read_pieces, read_shard
-from .source_files import read_object
+from .source_files import check_no_pipe, read_object
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
 
@@ -97,7 +97,7 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     Raises:
         FileNotFoundError: It is neither a directory nor on the Hub, or the Hub cannot be reached; or it is the
             directory of a training run.
-        OSError: The replacement of files cannot be completed.
+        OSError: The replacement of files cannot be completed, or a named pipe or a device is in place of a file.
         ValueError: A `revision` is given for a directory, or the directory or repository holds an adapter without a
             model.
     """
@@ -105,6 +105,8 @@ def find(source: str | os.PathLike, revision: str | None = None) -> Path:
     if folder.is_dir():
         if revision is not None:
             raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
+        for path in folder.iterdir():
+            check_no_pipe(path)
         complete_save(folder)  # before a file in it is read
         check_path(source)
         return folder

@@ -17,6 +17,7 @@ def check_file(folder: Path, path: Path) -> None:
 
     Raises:
         FileNotFoundError: It is not there.
+        OSError: It is a named pipe or a device.
         ValueError: It is a link out of the directory.
     """
     target, root = path.resolve(), folder.resolve()
@@ -26,6 +27,13 @@ def check_file(folder: Path, path: Path) -> None:
         raise ValueError(f"{path} is a link to {target}, outside the model's directory. Put the file itself there.")
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there.")
+    check_no_pipe(path)
+
+
+def check_no_pipe(path: Path) -> None:
+    """Raise OSError if a path is a named pipe or a device, since reading it might never end, even by Ctrl-C."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(f"{path} is not a file. Put one there, or remove it.")
 
 
 def read_json(path: Path) -> Any:
@@ -69,4 +77,4 @@ def read_object(path: Path) -> dict:
     return fields
 
 
-__all__ = ["check_file", "json_text", "read_json", "read_object", "write_json"]
+__all__ = ["check_file", "check_no_pipe", "json_text", "read_json", "read_object", "write_json"]

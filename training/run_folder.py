@@ -24,7 +24,7 @@ START = ".start"  # the folder of a whole model that is about to be divided
 # Folders that a killed run may leave half-written, the second of them by `atomic_directory`.
 HALF_WRITTEN = (f"{PARTIAL}*", ".*.partial", START)
 _OTHER_OUT = "Choose another `out`."
-# Settings that may change when a run is resumed. `continue_run` checks the length.
+# Settings that may change when a run is resumed. `check_length` checks the length.
 MAY_CHANGE = ("log_every", "save_every", "keep", "micro_batch_size", *RUN_LENGTHS)
 
 
@@ -104,7 +104,7 @@ def _read_run_recipe(out: Path) -> Recipe:
 
 @contextmanager
 def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
-    """Lock the folder of a run while the block trains into it, and write the recipe there.
+    """Lock the folder of a run while the block trains into it, and write the recipe of a new run there.
 
     Only the first process calls it. The lock belongs to this process: if the launcher is killed and this process
     survives, the folder stays locked.
@@ -129,7 +129,7 @@ def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
             ) from error
         check_folder(out, recipe)  # again, since another process may have used the folder before this one locked it
         is_new = not (out / RECIPE).exists()
-        if not (out / RESULTS).exists():  # else `continue_run` writes it
+        if not any(out.glob("checkpoint-*")):  # else `record_run` writes it
             atomic_write(out / RECIPE, write_recipe(recipe))
         for pattern in HALF_WRITTEN:
             for path in out.glob(pattern):
@@ -143,12 +143,11 @@ def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
             raise
 
 
-def continue_run(out: Path, recipe: Recipe, checkpoint: Path, steps: int) -> str:
-    """Check the length of a run that resumes, and record its recipe. A finished run counts as stopped from now on.
+def check_length(out: Path, checkpoint: Path, steps: int) -> str:
+    """Check the length of a run that resumes.
 
     Args:
         out: The folder of the run.
-        recipe: The recipe of the run.
         checkpoint: The checkpoint that the run resumes from.
         steps: The number of steps of the run.
 
@@ -167,48 +166,72 @@ def continue_run(out: Path, recipe: Recipe, checkpoint: Path, steps: int) -> str
             f"{out} holds a run of {before} steps that has made {max(made, least - 1)}, but the recipe asks for "
             f"{steps}: give `steps` of at least {least}, or another `out`."
         )
-    (out / RESULTS).unlink(missing_ok=True)
-    atomic_write(out / RECIPE, write_recipe(recipe))
     changed = f" The run has {steps} steps instead of {before}, and its schedule is that of {steps}."
     return f"Resuming from {checkpoint}.{changed if steps != before else ''}"
 
 
-def check_data(out: Path, digests: Mapping[str, str], is_resumed: bool) -> None:
-    """Record the data and the model of a new run. For a resumed run, compare them with the record.
+def check_data(out: Path, digests: Mapping[str, str]) -> None:
+    """Compare the data and the model of a run that resumes with the record of [`record_run`].
 
     Args:
         out: The folder of the run.
         digests: Key of the recipe -> a text that changes with the data (`train`, `held_out`) or the `model`.
-        is_resumed: Whether the run resumes from a checkpoint.
 
     Raises:
         FileExistsError: The data or the model has changed since the run began.
         ValueError: The record is damaged.
     """
     path = out / DATA
-    if is_resumed and path.exists():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            before = None
-        if not isinstance(before, dict):
-            raise ValueError(
-                f"{path} is damaged, so that changed data would go unnoticed. Restore it, or remove it to resume "
-                "without that check."
-            )
-        # A key that the record lacks cannot be compared.
-        if changed := [f"`{name}`" for name in digests if before.get(name, digests[name]) != digests[name]]:
-            verb = "have" if len(changed) > 1 else "has"
-            commits = [str(record.get("model", "")) for record in (before, digests)]
-            detail = ""
-            if commits[0] != commits[1] and all(text.startswith(COMMIT) for text in commits):
-                detail = f" (`model` was at {commits[0]} on the Hub, and is at {commits[1]} now)"
-            raise FileExistsError(
-                f"{' and '.join(changed)} {verb} changed since the run in {out} began{detail}: resuming would train "
-                "another model. Put it back as it was, or choose another `out`."
-            )
+    if not path.exists():
         return
-    atomic_write(path, json.dumps(digests, indent=2) + "\n")
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        before = None
+    if not isinstance(before, dict):
+        raise ValueError(
+            f"{path} is damaged, so that changed data would go unnoticed. Restore it, or remove it to resume "
+            "without that check."
+        )
+    # A key that the record lacks cannot be compared.
+    if changed := [f"`{name}`" for name in digests if before.get(name, digests[name]) != digests[name]]:
+        verb = "have" if len(changed) > 1 else "has"
+        commits = [str(record.get("model", "")) for record in (before, digests)]
+        detail = ""
+        if commits[0] != commits[1] and all(text.startswith(COMMIT) for text in commits):
+            detail = f" (`model` was at {commits[0]} on the Hub, and is at {commits[1]} now)"
+        raise FileExistsError(
+            f"{' and '.join(changed)} {verb} changed since the run in {out} began{detail}: resuming would train "
+            "another model. Put it back as it was, or choose another `out`."
+        )
 
 
-__all__ = ["ADAPTER", "DATA", "MODEL", "RECIPE", "RESULTS", "check_data", "check_folder", "continue_run", "hold_folder"]
+def record_run(out: Path, recipe: Recipe, digests: Mapping[str, str], is_resumed: bool) -> None:
+    """Record the recipe of a run that nothing refuses any more, and the data and the model of a new one.
+
+    A finished run that goes on counts as stopped from now on.
+
+    Args:
+        out: The folder of the run.
+        recipe: The recipe of the run.
+        digests: As for [`check_data`].
+        is_resumed: Whether the run resumes from a checkpoint.
+    """
+    (out / RESULTS).unlink(missing_ok=True)
+    atomic_write(out / RECIPE, write_recipe(recipe))
+    if not (is_resumed and (out / DATA).exists()):
+        atomic_write(out / DATA, json.dumps(digests, indent=2) + "\n")
+
+
+__all__ = [
+    "ADAPTER",
+    "DATA",
+    "MODEL",
+    "RECIPE",
+    "RESULTS",
+    "check_data",
+    "check_folder",
+    "check_length",
+    "hold_folder",
+    "record_run",
+]

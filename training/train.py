@@ -50,7 +50,7 @@ from .prepare import (
 )
 from .recipe import Recipe
 from .report import collect_results, describe_results, write_run
-from .run_folder import check_data, continue_run, hold_folder
+from .run_folder import check_data, check_length, hold_folder, record_run
 from .trainer import AttnResTrainer
 from .waiting import explained_timeouts, first_process_first, wait_limit
 
@@ -127,9 +127,10 @@ def _train_in_folder(
         train, held_out, digests = prepare_data(recipe, tokenizer)
         set_steps(arguments, recipe, train)
         if state.is_main_process:
-            check_data(out, digests | identify_model(recipe), is_resumed=checkpoint is not None)
+            digests |= identify_model(recipe)
             if checkpoint is not None:
-                resuming = continue_run(out, recipe, Path(checkpoint), arguments.max_steps)
+                check_data(out, digests)
+                resuming = check_length(out, Path(checkpoint), arguments.max_steps)
 
     with quiet_transformers():
         with status(Console(), f"Loading {recipe.model} ...") if state.is_main_process else contextlib.nullcontext():
@@ -149,6 +150,7 @@ def _train_in_folder(
         trainer.add_callback(display)
         if state.is_main_process:
             check_disk(trainer, recipe, 0 if checkpoint is None else int(checkpoint.rpartition("-")[2]))
+            record_run(out, recipe, digests, is_resumed=checkpoint is not None)
             described = recipe, model, train, held_out, arguments.device
             if settings is not None:
                 lines = describe_run(*described, describe_pipeline(trainer.pipeline), trainer.total_parameters)

@@ -66,6 +66,8 @@ def weight_bytes(folder: Path) -> int:
 
 def _shards(folder: Path) -> set[str]:
     """Return the files of weights that the index of a model names; none if there is no index or it is damaged."""
+    if not (folder / _INDEX).is_file():  # a named pipe would never end
+        return set()
     try:
         weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name for name in weight_map.values() if Path(name).suffix == ".safetensors"}

@@ -12,7 +12,6 @@ from typing import get_args
 
 import pytest
 from transformers import TrainingArguments
-from transformers.training_args import trainer_log_levels
 from typer.testing import CliRunner
 
 from attnres import BACKBONES, CONNECTIONS, DEPTH_ATTENTION, PRESETS, AttnResConfig
@@ -26,7 +25,6 @@ from attnres.configuration import count_parameters, load, names
 from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.eval.benchmarks import benchmarks
 from attnres.training.recipe import read_recipe, write_recipe
-from attnres.training.trainer_fields import _LOG_LEVELS
 from attnres.utils import hub
 from attnres.utils.declared import _read_connections, trainer_fields
 from attnres.utils.packaged import configurations, recipe_names
@@ -263,7 +261,6 @@ def test_the_source_text_of_connections_and_of_the_trainer_declares_what_their_c
             assert {*kinds} == {"None" if part is NoneType else part.__name__ for part in parts}, name
         else:
             assert not {*(get_args(types[name]) or (types[name],))} <= {bool, int, float, NoneType}, name
-    assert {*_LOG_LEVELS} == {*trainer_log_levels}
 
 
 def test_the_table_of_connections_matches_the_registry():

@@ -1,6 +1,7 @@
 """A source may hold anything under any name: no private file is copied, and no text of it can forge a report."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -38,11 +39,22 @@ def test_weights_and_configuration_may_be_links_to_another_disk(source, tmp_path
     assert not (tmp_path / "result" / "model-00001-of-00002.safetensors").is_symlink()
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "README.md", INDEX])
+def test_a_pipe_or_a_device_is_not_read(source, refusal, name):
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    assert f"{source / name} is not a file. Put one there, or remove it." == refusal()
+    (source / name).unlink()
+    (source / name).symlink_to("/dev/zero")
+    assert f"{source / name} is not a file. Put one there, or remove it." == refusal()
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json"])
 def test_a_link_out_of_the_directory_is_not_followed(source, tmp_path, refusal, name):
     (source / name).unlink(missing_ok=True)
-    (source / name).symlink_to("/dev/null")
-    assert f"{source / name} is a link to /dev/null, outside the model's directory" in refusal()
+    (tmp_path / "private").touch()
+    (source / name).symlink_to(tmp_path / "private")
+    assert f"{source / name} is a link to {tmp_path / 'private'}, outside the model's directory" in refusal()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "processor_config.json", INDEX])

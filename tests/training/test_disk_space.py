@@ -71,13 +71,19 @@ def test_a_run_that_does_not_fit_ends_before_its_first_step(recipe, monkeypatch,
     run = recipe()
     with pytest.raises(OSError, match=r"not enough space in .*out: .* are needed, 1\.00 MB are free\. Free some"):
         run_train(run)
-    assert not [*Path(run.out).glob("checkpoint-*")]
+    assert not Path(run.out).exists()
     # While the second checkpoint is written, the first is still there.
     free(monkeypatch, 2 * sizes[0] - 1)
     with pytest.raises(OSError, match="not enough space"):
         run_train(run)
     free(monkeypatch, 2 * sizes[0])
     run_train(run)
+    # A finished run that cannot go on stays as it was.
+    free(monkeypatch, 0)
+    before = (Path(run.out) / "results.json").read_text()
+    with pytest.raises(OSError, match="not enough space"):
+        run_train(recipe(steps=4))
+    assert (Path(run.out) / "results.json").read_text() == before
     # The longer run writes over what this one has written: it needs a checkpoint more, not two.
     free(monkeypatch, sizes[0])
     run_train(recipe(steps=4))

@@ -12,7 +12,17 @@ from attnres.training import prepare
 from attnres.training.data.blocks import digest_of
 from attnres.training.prepare import identify_model
 from attnres.training.recipe import Recipe
-from attnres.training.run_folder import LOCK, RECIPE, RESULTS, check_data, check_folder, continue_run, hold_folder
+from attnres.training.run_folder import (
+    DATA,
+    LOCK,
+    RECIPE,
+    RESULTS,
+    check_data,
+    check_folder,
+    check_length,
+    hold_folder,
+    record_run,
+)
 
 from .. import forks
 from .blocks import load, some_texts, write
@@ -110,11 +120,12 @@ def test_a_run_may_be_made_longer(fields, is_finished, tmp_path):
     checkpoint, longer = stopped(tmp_path, is_finished), recipe(tmp_path, **fields)
     check_folder(tmp_path, longer)
     with hold_folder(tmp_path, longer):
-        line = continue_run(tmp_path, longer, checkpoint, 20)
+        line = check_length(tmp_path, checkpoint, 20)
+        record_run(tmp_path, longer, {}, is_resumed=True)
     assert line == f"Resuming from {checkpoint}. The run has 20 steps instead of 8, and its schedule is that of 20."
     # If it is stopped, the same command resumes it.
     with hold_folder(tmp_path, longer):
-        assert continue_run(tmp_path, longer, checkpoint, 8) == f"Resuming from {checkpoint}."
+        assert check_length(tmp_path, checkpoint, 8) == f"Resuming from {checkpoint}."
 
 
 def test_a_run_is_not_made_shorter_than_it_is(tmp_path):
@@ -122,12 +133,19 @@ def test_a_run_is_not_made_shorter_than_it_is(tmp_path):
     with pytest.raises(
         FileExistsError, match="of 8 steps that has made 4, but the recipe asks for 3: give `steps` of at least 4"
     ):
-        continue_run(tmp_path, recipe(tmp_path, steps=3), checkpoint, 3)
+        check_length(tmp_path, checkpoint, 3)
     finished = stopped(tmp_path / "finished", is_finished=True)
-    before, shorter = (finished.parent / RECIPE).read_text(), recipe(finished.parent, steps=6)
-    with hold_folder(finished.parent, shorter), pytest.raises(FileExistsError, match=r"made 8, but .* at least 9"):
-        continue_run(finished.parent, shorter, finished, 6)
-    assert (finished.parent / RESULTS).exists() and (finished.parent / RECIPE).read_text() == before
+    with pytest.raises(FileExistsError, match=r"made 8, but .* at least 9"):
+        check_length(finished.parent, finished, 6)
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_run_that_is_refused_when_it_would_go_on_stays_as_it_was(is_finished, tmp_path):
+    stopped(tmp_path, is_finished)
+    before = {path: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(OSError), hold_folder(tmp_path, recipe(tmp_path, steps=20)):
+        raise OSError("not enough space")
+    assert {path: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_a_finished_run_of_the_same_length_or_without_checkpoint_is_refused(tmp_path):
@@ -150,7 +168,7 @@ def test_a_run_of_a_pipeline_resumes_with_another_pipeline_but_not_without_one(t
         (tmp_path / "checkpoint-4").mkdir()
     with hold_folder(tmp_path, recipe(tmp_path, pipeline={"stages": 4, "schedule": "GPipe"})):
         pass
-    message = "holds a run with pipeline {'stages': 4, 'schedule': 'GPipe'}, not default"
+    message = "holds a run with pipeline {'stages': 2}, not default"
     with pytest.raises(FileExistsError, match=message), hold_folder(tmp_path, recipe(tmp_path)):
         pass
 
@@ -163,14 +181,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     )
 
 
-def test_a_run_that_is_refused_before_it_has_data_leaves_nothing_behind(tmp_path):
+def test_a_run_that_is_refused_before_it_begins_leaves_nothing_behind(tmp_path):
     out = tmp_path / "new" / "out"
     with pytest.raises(ValueError, match="too few"), hold_folder(out, recipe(out)):
         assert (out / RECIPE).exists()
         raise ValueError("too few tokens")
     assert [*tmp_path.iterdir()] == []
     with pytest.raises(KeyboardInterrupt), hold_folder(out, recipe(out)):
-        check_data(out, {"train": "1"}, is_resumed=False)
+        record_run(out, recipe(out), {"train": "1"}, is_resumed=False)
         raise KeyboardInterrupt
     assert (out / RECIPE).exists()
     with pytest.raises(ValueError), hold_folder(out, recipe(out)):
@@ -193,21 +211,23 @@ def test_a_digest_depends_on_the_tokens_alone(tokenizer, tmp_path):
 
 
 def test_data_that_has_changed_since_the_run_began_is_refused_by_name(tmp_path):
-    check_data(tmp_path, {"train": "1", "held_out": "2"}, is_resumed=False)
-    check_data(tmp_path, {"train": "1", "held_out": "2"}, is_resumed=True)
+    record_run(tmp_path, recipe(tmp_path), {"train": "1", "held_out": "2"}, is_resumed=False)
+    check_data(tmp_path, {"train": "1", "held_out": "2"})
     with pytest.raises(FileExistsError, match=r"^`train` has changed since the run in .* began"):
-        check_data(tmp_path, {"train": "3", "held_out": "2"}, is_resumed=True)
+        check_data(tmp_path, {"train": "3", "held_out": "2"})
     with pytest.raises(FileExistsError, match=r"^`train` and `held_out` have changed since"):
-        check_data(tmp_path, {"train": "3", "held_out": "3"}, is_resumed=True)
-    check_data(tmp_path, {"train": "3", "held_out": "2"}, is_resumed=False)
-    check_data(tmp_path, {"train": "3", "held_out": "2"}, is_resumed=True)
+        check_data(tmp_path, {"train": "3", "held_out": "3"})
+    record_run(tmp_path, recipe(tmp_path), {"train": "1"}, is_resumed=True)
+    assert "held_out" in json.loads((tmp_path / DATA).read_text())
+    record_run(tmp_path, recipe(tmp_path), {"train": "3", "held_out": "2"}, is_resumed=False)
+    check_data(tmp_path, {"train": "3", "held_out": "2"})
 
 
 @pytest.mark.parametrize("content", ["{", "", "[]", "null"])
 def test_a_damaged_record_of_the_data_is_refused(tmp_path, content):
     (tmp_path / "data.json").write_text(content)
     with pytest.raises(ValueError, match=r"data\.json is damaged, so that changed data would go unnoticed"):
-        check_data(tmp_path, {"train": "1"}, is_resumed=True)
+        check_data(tmp_path, {"train": "1"})
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "", "5", "steps: many", "unknown: 1", "steps: .nan", b"\xff\xfe"])
@@ -236,11 +256,11 @@ def test_another_commit_of_a_model_on_the_hub_is_refused_with_both_names(monkeyp
     for commit in ("1a2b", "3c4d"):
         monkeypatch.setattr(prepare, "find", lambda source, commit=commit: tmp_path / "snapshots" / commit)
         if commit == "1a2b":
-            check_data(tmp_path, identify_model(on_hub), is_resumed=False)
-            check_data(tmp_path, identify_model(on_hub), is_resumed=True)
+            record_run(tmp_path, on_hub, identify_model(on_hub), is_resumed=False)
+            check_data(tmp_path, identify_model(on_hub))
     message = r"^`model` has changed since .* \(`model` was at commit 1a2b on the Hub, and is at commit 3c4d now\): "
     with pytest.raises(FileExistsError, match=message):
-        check_data(tmp_path, identify_model(on_hub), is_resumed=True)
+        check_data(tmp_path, identify_model(on_hub))
 
 
 def test_a_model_that_has_changed_since_the_run_began_is_refused(tmp_path):
@@ -250,6 +270,6 @@ def test_a_model_that_has_changed_since_the_run_began_is_refused(tmp_path):
     before = identify_model(Recipe(str(source), ("a.txt",), "out", steps=8))
     assert before == identify_model(Recipe(str(source), ("a.txt",), "out", steps=8))
     (source / "config.json").write_text('{"attn_res_block_size": 5}')
-    check_data(tmp_path, before, is_resumed=False)
+    record_run(tmp_path, recipe(tmp_path), before, is_resumed=False)
     with pytest.raises(FileExistsError, match=r"^`model` has changed since the run in .* began"):
-        check_data(tmp_path, identify_model(Recipe(str(source), ("a.txt",), "out", steps=8)), is_resumed=True)
+        check_data(tmp_path, identify_model(Recipe(str(source), ("a.txt",), "out", steps=8)))
