@@ -3,11 +3,10 @@
 import math
 from pathlib import Path
 
-from attnres.conversion.shards import check_space
 from attnres.parameter_kinds import parameters_by_kind
+from attnres.utils.files import check_space
 
 from .recipe import Recipe
-from .run_folder import RECIPE
 from .trainer import AttnResTrainer
 
 
@@ -29,7 +28,7 @@ def check_disk(trainer: AttnResTrainer, recipe: Recipe, steps_made: int = 0) -> 
     most, last = (min(recipe.keep + spare, stored + saves) - stored for spare in (1, 0))
     needed = max(most * checkpoint, last * checkpoint + model_bytes(trainer, recipe))
     try:
-        check_space(out / RECIPE, needed)  # any path in the folder, which the message names
+        check_space(out, needed)
     except OSError as error:
         raise OSError(f"{error} Free some, or choose another `out`, or write fewer checkpoints by `keep`.") from error
 
