@@ -93,11 +93,15 @@ def _connections_only(layer: nn.Module, state: Any, numbers: list[int] | None = 
 def _walk(model: PreTrainedModel, batch: Batch) -> _Walk:
     walk = _Walk()
 
-    def forward(layer: nn.Module, hidden_states: Any, *, reader: DepthReader, **arguments: Any) -> Any:
+    def forward(
+        layer: nn.Module, *hidden_states: Any, reader: DepthReader, is_tuple: bool = False, **arguments: Any
+    ) -> Any:
         numbers: list[int] = []
-        walk.states.append(hidden_states)
+        # A layer gets each tensor of a state as an argument of its own.
+        state = hidden_states if is_tuple else hidden_states[0]
+        walk.states.append(state)
         walk.arguments.append(arguments)
-        state = _connections_only(layer, hidden_states, numbers)
+        state = _connections_only(layer, state, numbers)
         walk.numbers.append(tuple(numbers))
         if len(walk.numbers) == len(model.base_model.layers):
             walk.states.append(state)
@@ -199,9 +203,13 @@ def _trace_head(model: PreTrainedModel, state: Any, batch: Batch) -> int:
     """Return the peak of embedding, output read, norm, head and loss, in both passes."""
     state, last = _leaves(state), len(model.base_model.layers) - 1
 
-    def forward(layer: nn.Module, hidden_states: Any, *, reader: DepthReader, **arguments: Any) -> Any:
+    def forward(
+        layer: nn.Module, *hidden_states: Any, reader: DepthReader, is_tuple: bool = False, **arguments: Any
+    ) -> Any:
+        if layer.layer_idx == last:
+            return reader.after(layer.layer_idx, state)
         # The embedding's output goes through, so that it gets a gradient.
-        return reader.after(layer.layer_idx, state) if layer.layer_idx == last else hidden_states
+        return hidden_states if is_tuple else hidden_states[0]
 
     for layer in model.base_model.layers:
         layer.forward = MethodType(forward, layer)
@@ -226,11 +234,11 @@ def _trace_inference(model: PreTrainedModel, batch: Batch) -> Trace:
     live = LiveBytes()
     layers = model.base_model.layers
 
-    def forward(layer: nn.Module, hidden_states: Any, **arguments: Any) -> Any:
-        states.append(hidden_states)
+    def forward(layer: nn.Module, *hidden_states: Any, is_tuple: bool = False, **arguments: Any) -> Any:
+        states.append(hidden_states if is_tuple else hidden_states[0])
         live.peak = live.now
         starts.append(live.now)
-        result = type(layer).forward(layer, hidden_states, **arguments)
+        result = type(layer).forward(layer, *hidden_states, is_tuple=is_tuple, **arguments)
         peaks.append(live.peak - starts[-1])
         live.peak = live.now
         if len(peaks) == len(layers):
