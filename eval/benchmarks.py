@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from . import data_folder
-from .failures import data_missing
+from .failures import DataMissing, data_missing
 from .other_tasks import describe
 from .paper import Benchmark, benchmarks, task_path
 from .task_index import find_task_manager, task_manager
@@ -84,6 +85,7 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     import datasets
     import huggingface_hub.constants
     from datasets.exceptions import DatasetsError
+    from jinja2 import TemplateSyntaxError
 
     from .templates import templates_compiled_once
 
@@ -103,6 +105,10 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         raise data_missing(benchmark, data, str(error), is_absent=True) from error
     except DatasetsError as error:
         raise data_missing(benchmark, data, f"{error}: {error.__cause__}") from error
+    except TemplateSyntaxError as error:
+        template = shorten(error.source or "", 120, placeholder=" ...")
+        message = f"{benchmark.title}: a template of its task file cannot be read: {error.message}, in {template!r}."
+        raise DataMissing(message) from error
     except Exception as error:
         if data is None and benchmark.dataset is not None and data_folder.is_script_refused(str(error)):
             return load(benchmark, _download(benchmark))

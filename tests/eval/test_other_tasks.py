@@ -7,6 +7,7 @@ import pytest
 
 from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import benchmarks, load, pick
+from attnres.eval.failures import DataMissing
 from attnres.eval.options import EvalOptions
 from attnres.eval.templates import templates_compiled_once
 
@@ -125,6 +126,13 @@ def test_a_template_that_fails_fails_its_benchmark_alone(folder, model, tmp_path
     output = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("Left out: ") and "division by zero" in line for line in output) == 2
     assert "| sums | 4 |" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_template_that_cannot_be_read_is_named_and_no_download_proposed(folder):
+    path = folder / "sums.yaml"
+    path.write_text(path.read_text().replace("doc_to_text: question", 'doc_to_text: "{{question}"'))
+    with pytest.raises(DataMissing, match=r"a template of its task file .*unexpected '}', in '{{question}'\.$"):
+        load(*pick("sums", folder))
 
 
 def test_a_template_is_compiled_once_while_tasks_are_read(monkeypatch):
