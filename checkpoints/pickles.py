@@ -23,7 +23,7 @@ def read_pickle(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
     Raises:
         OSError: The file is truncated or damaged.
         ValueError: The file runs code when it is loaded, or holds something other than named, dense tensors of these
-            dtypes.
+            dtypes, or its tensors would take more than twice its bytes.
     """
     state = _read_state(path, dtypes)
     first = _first_names(state)
@@ -58,6 +58,12 @@ def _read_state(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor
         _check_dense(name, tensor, path)
         if tensor.dtype not in dtypes:
             raise ValueError(f"`{name}` in {path} is {tensor.dtype}, which is not a dtype of weights.")
+    # Tensors may repeat or share bytes of the file, and the rewritten file would hold each of them in full.
+    total, held = sum(state[name].nbytes for name in _first_names(state).values()), path.stat().st_size
+    if total > 2 * held:
+        raise ValueError(
+            f"{path} has {held:,} bytes, but its tensors would have {total:,}. Use weights in safetensors."
+        )
     return state
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ..conversion.checkpoints import change_json, standard_model
+from ..conversion.checkpoints import change_json, standard_model, tensors_of
 
 pytestmark = pytest.mark.slow  # every case runs in one process, with limits on memory and time
 
@@ -51,6 +51,16 @@ def sources(tmp_path_factory) -> Path:
     name = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
     tensors[name.replace(".3.", ".50000000.")] = tensors.pop(name)
     save_file(tensors, path, {"format": "pt"})
+
+    base = torch.zeros(10**6)
+    for name, content in {
+        "stride of zero": {"model.norm.weight": torch.ones(1).expand(10**10)},
+        "overlapping": {f"model.layers.{i}.x": base[i:] for i in range(2000)},
+    }.items():
+        shutil.copytree(folder / "sound", folder / name)
+        state = tensors_of(folder / name) | content
+        (folder / name / "model.safetensors").unlink()
+        torch.save(state, folder / name / "pytorch_model.bin")
     return folder
 
 
@@ -93,3 +103,8 @@ def test_layers_of_one_tensor_do_not_count(seen):
 def test_a_huge_number_of_one_expert_is_reported_as_missing_experts(seen):
     error = error_of(seen, "number of an expert")
     assert "it lacks `model.layers.0.block_sparse_moe.experts.4.w1.weight`" in error and "more" in error
+
+
+@pytest.mark.parametrize("name", ["stride of zero", "overlapping"])
+def test_tensors_of_a_pickle_that_share_bytes_are_counted_in_full(seen, name):
+    assert "bytes, but its tensors would have" in error_of(seen, name)
