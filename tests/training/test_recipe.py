@@ -197,12 +197,6 @@ def test_values_of_the_trainer_are_read_as_its_fields_take_them():
             {"fsdp": "full_shard"},
             "divides the model among processes, but this run was not launched as several: start it by `accelerate",
         ),
-        ({"torch_compile_mode": "nosuch"}, "is 'nosuch', but must be one of default, "),
-        ({"torch_compile_backend": "nosuch"}, "is 'nosuch', but must be one of "),
-        (
-            {"activation_checkpointing_kwargs": {"reentrant": 3}},
-            "has no `reentrant`. Did you mean `use_reentrant`?",
-        ),
         *(
             (
                 {"accelerator_config": {name: value}},

@@ -355,13 +355,6 @@ FILES = {
         lambda path: write_json_lines("data/a.jsonl", [{}]) and Path("data/README.md").write_text("---\n- [\n---\n"),
         "data/README.md begins with metadata that cannot be read: while parsing a flow node",
     ),
-    "endless metadata": (
-        "data",
-        lambda path: (
-            write_json_lines("data/a.jsonl", [{}]) and Path("data/README.md").write_text("---\na: &a [*a]\n---\n")
-        ),
-        "data/README.md begins with metadata that cannot be read: the value in line 1 contains itself",
-    ),
     "no configurations": ("data:new", lambda path: os.mkdir("data"), "data has no configuration 'new'"),
 }
 
