@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
 from .residual_attnres import FamilyWarning
 
+_CLASSIFIER = "score."  # the head of a sequence or token classifier
 PREFIX = "language_model."  # of the text model's tensors in the composite layout
 _EXPERT_WEIGHTS = ("w1", "w2", "w3")
 _PACKED, _SCALE = "weight_packed", "weight_scale"
@@ -218,7 +219,9 @@ def _text_part(tensors: Mapping[str, Any], layers: int) -> tuple[dict[str, Any],
     for name, tensor in tensors.items():
         inner = name.removeprefix(prefix)
         layer = inner.split(".")[2] if inner.startswith("model.layers.") else ""
-        if not name.startswith(prefix):
+        if name.startswith(_CLASSIFIER):  # no release has one, so it is saved without the prefix
+            text[name] = tensor
+        elif not name.startswith(prefix):
             left_out[f"{name.partition('.')[0]}.*"] += 1
         elif layer.isdecimal() and int(layer) >= layers:
             left_out[f"{prefix}model.layers.{layer}.* (beyond the last layer)"] += 1
@@ -450,9 +453,7 @@ def layout_rules(config: AttnResKimiK3Config | None = None, is_decoder: bool = F
         rules.append(WeightRenaming(r"^language_model\.model\." if is_composite else r"^model\.", "^"))
     elif is_composite:
         # `transformers` applies the rules in reverse when it saves, so the prefix is the last to be added.
-        rules += [
-            WeightRenaming(rf"^language_model\.{part}\.", rf"^{part}\.") for part in ("model", "lm_head", "score")
-        ]
+        rules += [WeightRenaming(rf"^language_model\.{part}\.", rf"^{part}\.") for part in ("model", "lm_head")]
     # On saving, `.mlp.` becomes `.block_sparse_moe.` everywhere; these restore the name of a dense MLP.
     rules += [
         WeightRenaming(rf"\.mlp\.{part}\.", rf"\.block_sparse_moe\.{part}\.")
