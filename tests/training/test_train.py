@@ -469,7 +469,6 @@ def refusal_of(model: Path, command: Callable[..., list[str]], *changes: str) ->
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ('{"temperature": "hot", "do_sample": 7}', "`temperature` is set to `hot`"),
         ("[1]", "holds [1], not a JSON object."),
         ('{"max_new_tokens": -1}', "cannot be used: `max_new_tokens` must be greater than 0, but is -1."),
     ],

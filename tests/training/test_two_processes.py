@@ -38,7 +38,7 @@ def test_the_load_and_the_tokens_are_summed_over_both_processes(tiny_model, tmp_
     # A step of half a second on all of the blocks.
     assert [result["metrics"]["tokens_per_second"] for result in results] == [BLOCKS.numel() / 0.5] * 2
     assert results[0]["metrics"] == results[1]["metrics"]
-    slices = torch.cat([result["slice"] for result in results])
+    slices = torch.cat([result["slice"]["input_ids"] for result in results])
     assert not torch.equal(*slices)
     sizes = sizes_by_hooks(model, slices)
     assert results[0]["metrics"]["magnitude_output"] == pytest.approx(sizes[-1].item(), rel=1e-4)
