@@ -212,7 +212,7 @@ class AttnResKimiK3Config(AttnResConfig):
             self.mlp_layer_types = self._released_mlp_types()
         self.n_shared_experts = self.n_shared_experts or 0
         for name in _OF_SITU:
-            # The defaults are those of the default activation. Another value was given, and contradicts it.
+            # The default bounds belong to SiTU. `check_fields` refuses any other bound beside another activation.
             if self.hidden_act != "situ" and getattr(self, name) == getattr(type(self), name):
                 setattr(self, name, None)
         # The gate of the family is that of the released weights, with the same name of its tensor. If the arguments

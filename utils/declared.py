@@ -17,7 +17,7 @@ _DEFAULTS = "field_defaults"  # the function of the model files that makes field
 
 
 class DeclaredConnection(NamedTuple):
-    """What a residual connection, or a preset of one, declares for a retrofit.
+    """The options and fields of a retrofit that a residual connection, or a preset of one, declares.
 
     Attributes:
         options: The options of a retrofit, such as `block_size`.

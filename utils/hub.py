@@ -109,7 +109,7 @@ def check_dataset(source: str, name: str) -> None:
     If it is in a cache and the Hub cannot be reached, this process sends no further requests to the Hub.
 
     Args:
-        source: The data set as the user wrote it, which is no file or folder here.
+        source: The data set as the user wrote it. There must be no file or folder of this name.
         name: Its id on the Hub.
     """
     if not is_offline():

@@ -100,7 +100,7 @@ def test_a_retrofit_with_experts_and_delta_attention_keeps_its_weights(backbones
 
 
 def test_a_retrofit_in_float64_keeps_the_digits_of_all_tensors(backbones):
-    """Those that stay in float32 in a 16-bit model, such as decays of delta attention, the source shares."""
+    """Tensors that 16-bit models keep in float32, such as decays of delta attention, belong to the source too."""
     source = backbones.build("kimi_linear").double()
     model = retrofit(source, "hyper_connections")
     with torch.no_grad():

@@ -279,7 +279,7 @@ def test_control_tokens_are_text_to_a_tokenizer_that_joins_spaces_to_the_next_wo
     encoded = encode({"messages": conversation(*turns)})
     rendered = words.apply_chat_template(conversation(*turns), tokenize=False)
     assert "".join(words.decode(encoded["input_ids"]).split()) == "".join(rendered.split())
-    # The special tokens are those of a conversation with other words, and text has the same tokens where it is alike.
+    # The same conversation with ordinary words has the same special tokens, all of them from the template.
     other = encode({"messages": conversation("import os", "and", "sys", "import")})
     of_template = [token for token in other["input_ids"] if token in special]
     assert [token for token in encoded["input_ids"] if token in special] == of_template
