@@ -79,7 +79,7 @@ def depth_axis(model: PreTrainedModel, num_sources: Sequence[int] | None = None)
     if block_size > 1:
         sources = ("embedding", *(f"block {block}" for block in range(1, max(num_sources))))
     kinds = tuple(name.rpartition(" ")[0] for name in names[: len(model.config.sublayers)])
-    counts_layers = model.config.attn_res_block_unit > 1
+    counts_layers = getattr(model.config, "attn_res_block_unit", 1) > 1
     return DepthAxis(kinds, (*names, "output"), outputs, sources, block_size, counts_layers)
 
 

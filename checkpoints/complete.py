@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.utils import CONFIG_NAME
 
 from attnres import AttnResKimiK3Config
-from attnres.configuration_attnres import is_kimi_k3
+from attnres.kimi_linear_configuration_attnres import is_kimi_k3
 from attnres.loading_attnres import check_shapes
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.quiet import quiet_transformers

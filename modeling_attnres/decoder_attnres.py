@@ -17,14 +17,13 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .attention_gate_attnres import add_attention_gate
-from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
+from .configuration_attnres import ResidualConfig, Sublayers
+from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
 from .documents_attnres import keep_documents_apart, separate_under_mask
 from .experts_attnres import call_module
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
-from .value_residual_attnres import add_value_residual, pack_values, unpack_values
 
 
 def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublayer: int) -> None:
@@ -42,7 +41,7 @@ class ResidualDecoderLayer:
     sublayers: Sublayers
     layer_idx: int
     connected_at: int  # the index for which the connections are numbered; other libraries change `layer_idx` alone
-    mixes_values = False  # whether the state between layers also holds the first layer's values
+    mixes_values = False  # whether the state between layers also holds the first layer's values; a change may set it
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
         """Add the residual connections to a layer that the backbone has made.
@@ -59,9 +58,8 @@ class ResidualDecoderLayer:
         self.sublayers, self.layer_idx, self.connected_at = sublayers, layer_idx, layer_idx
         for i, sublayer in enumerate(sublayers):
             _add_connection(self, sublayer.name, config, layer_idx * len(sublayers) + i)
-        add_attention_gate(self, config)
-        add_value_residual(self, config)
-        self.mixes_values = config.value_residual is not None
+        for change in ATTENTION_CHANGES:
+            change.add_to(self, config)
 
     def move_to(self, layer_idx: int) -> None:
         """Set the layer's index in the decoder, after layers were moved or removed."""
@@ -112,7 +110,7 @@ class ResidualDecoderLayer:
         # Not by `getattr`, which looks everywhere else first: in decoding, that is a good part of the time of a read.
         modules = self._modules
         if self.mixes_values:
-            state, first_values = unpack_values(state)
+            state, first_values = _unpack_values(state)
         for sublayer in self.sublayers:
             inputs, is_normed, state = reader.read(self, sublayer.name, state, sublayer.first)  # (batch, seq, hidden)
             outputs = []
@@ -132,7 +130,7 @@ class ResidualDecoderLayer:
                 output = output * getattr(self, sublayer.multiplier)
             state = modules[f"{sublayer.name}_proj"].write(state, output)
         if self.mixes_values:
-            state = pack_values(state, first_values)
+            state = _pack_values(state, first_values)
         return reader.after(self.layer_idx, state)
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> tuple[Any, ...]:
@@ -199,7 +197,7 @@ class DepthReader:
         """
         if self.model is None or layer_idx != self.last:
             return state
-        return self.read(self.model, "output_attn_res", unpack_values(state)[0])[0]
+        return self.read(self.model, "output_attn_res", _unpack_values(state)[0])[0]
 
 
 class ResidualModel(ResidualPreTrainedModel):
@@ -422,6 +420,23 @@ class PooledByMask(GenericForSequenceClassification):
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         names = {field.name for field in fields(SequenceClassifierOutputWithPast)} & outputs.keys()
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
+
+
+def _pack_values(state: DepthState, first_values: Tensor) -> tuple[Any, ...]:
+    """Return what goes from layer to layer: `V_1`, whether the depth state is a tuple, and its tensors.
+
+    It is flat, because checkpointing of activations passes gradients only to tensors that are arguments and results.
+    """
+    is_tuple = isinstance(state, tuple)
+    return first_values, is_tuple, *(state if is_tuple else (state,))
+
+
+def _unpack_values(packed: DepthState | tuple[Any, ...]) -> tuple[DepthState, Tensor | None]:
+    """Return the depth state and `V_1`; for a state that was not packed, as before the first layer, `None`."""
+    if not isinstance(packed, tuple) or len(packed) < 3 or not isinstance(packed[1], bool):
+        return packed, None
+    first_values, is_tuple, *tensors = packed
+    return tuple(tensors) if is_tuple else tensors[0], first_values
 
 
 def _is_at(layer: nn.Module, index: int) -> bool:

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .attention_gate_attnres import GATE_FIELDS
-from .configuration_attnres import CONNECTIONS, AttnResConfig
+from .connections_attnres import CONNECTIONS
+from .kimi_linear_configuration_attnres import AttnResConfig
 from .residual_attnres import FamilyWarning, explain_source, is_count, one_of, require, require_value
 
 # Fields of the text model in the order of the released `config.json`, under the names that it has there.
@@ -400,7 +401,8 @@ class AttnResKimiK3Config(AttnResConfig):
         gate = self._released_gate()
         allowed = f"{gate!r} where `mla_use_output_gate` is {self.mla_use_output_gate}. Set `mla_use_output_gate` alone"
         require(self, "attention_gate", self.attention_gate == gate, allowed)
-        require(self, "value_residual", self.value_residual is None, "null: Kimi K3 has no value residuals")
+        has_none = getattr(self, "value_residual", None) is None  # saved code has the field only if it is used
+        require(self, "value_residual", has_none, "null: Kimi K3 has no value residuals")
         allowed = "those of `num_experts`, `first_k_dense_replace` and `moe_layer_freq`"
         require(self, "mlp_layer_types", self.mlp_layer_types == self._released_mlp_types(), allowed)
         for name, value in self._unknown_fields().items():

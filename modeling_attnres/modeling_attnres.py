@@ -19,7 +19,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from .configuration_attnres import AttnResConfig, Sublayers
+from .configuration_attnres import Sublayers
 from .decoder_attnres import (
     PooledByMask,
     ResidualDecoderLayer,
@@ -30,6 +30,7 @@ from .decoder_attnres import (
 from .delta_attention_attnres import DeltaAttention
 from .documents_attnres import cache_of, keep_documents_apart
 from .functional_attnres import accelerated
+from .kimi_linear_configuration_attnres import AttnResConfig
 from .padding_attnres import for_linear_attention
 from .pretrained_attnres import ResidualPreTrainedModel
 
