@@ -21,7 +21,6 @@ FAMILY = {
         "configuration",
         "decoder",
         "delta_attention",
-        "documents",
         "experts",
         "functional",
         "loading",
@@ -29,6 +28,7 @@ FAMILY = {
         "padding",
         "pretrained",
         "residual",
+        "rows",
         "saving",
     )
 }
