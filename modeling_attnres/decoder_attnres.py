@@ -19,11 +19,11 @@ from transformers.utils import can_return_tuple
 
 from .configuration_attnres import ResidualConfig, Sublayers
 from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
-from .documents_attnres import keep_documents_apart, separate_under_mask
 from .experts_attnres import call_module
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
+from .rows_attnres import find_documents, keep_apart, shape_of
 
 
 def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublayer: int) -> None:
@@ -236,23 +236,24 @@ class ResidualModel(ResidualPreTrainedModel):
             arguments: the arguments by name.
 
         Raises:
-            ValueError: as [`keep_documents_apart`], or the row has several documents and the backbone carries a state
-                through all of it.
+            ValueError: as [`find_documents`] and [`keep_apart`], or the row has several documents and the backbone
+                carries a state through all of it.
         """
-        arguments, documents = keep_documents_apart(arguments, self.config, self.makes_cache(arguments))
+        # The paged cache of continuous batching (`generate_batch`) keeps the requests in a row apart. Its borders of
+        # keys are a dictionary, and include tokens in the cache.
+        is_paged = arguments.get("write_index") is not None
+        if shape_of(arguments) is None or is_paged:
+            return arguments
+        arguments, documents = find_documents(arguments, self.makes_cache(arguments))
+        if documents is None:
+            return arguments
         # `_is_stateful` is private, but nothing else in `transformers` marks such backbones.
-        if documents is not None and self._is_stateful:
+        if self._is_stateful:
             raise ValueError(
                 f"the row has several documents, but the backbone {self.config.backbone!r} carries a state from one to "
                 "the next: pass each document as a separate row."
             )
-        mask = arguments.get("attention_mask")
-        if documents is not None and isinstance(mask, Tensor) and mask.ndim == 2:
-            # `transformers` keeps documents apart only where there is no mask, so make the masks here.
-            dtype = self.get_input_embeddings().weight.dtype
-            mask = separate_under_mask(mask, documents, self.config, dtype, every_layer=True)
-            arguments = arguments | {"attention_mask": mask}
-        return arguments
+        return keep_apart(arguments, documents, self.config, self.get_input_embeddings().weight.dtype)
 
     def makes_cache(self, arguments: dict[str, Any]) -> bool:
         """Return whether `transformers` makes a cache in a forward pass with these arguments by name."""

@@ -17,8 +17,8 @@ LIBRARIES = {"torch", "transformers", "safetensors"}
 OPTIONAL = {"attnres.accelerated"}
 # The files of every model, of models on another backbone than Kimi Linear, and of those on Kimi Linear.
 SHARED = {
-    *("configuration", "connections", "decoder", "documents", "experts", "functional", "loading", "pretrained"),
-    *("residual", "saving"),
+    *("configuration", "connections", "decoder", "experts", "functional", "loading", "pretrained"),
+    *("residual", "rows", "saving"),
 }
 OF_BACKBONE = {
     "llama": {"backbones"},
