@@ -23,8 +23,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from attnres.checkpoints.checkpoint import Checkpoint
+from attnres.checkpoints.copies import copyable
 from attnres.conversion.convert import plan_retrofit, write
-from attnres.conversion.source import open_source
 
 SHARD_BYTES = 500 * 10**6
 RESULTS = Path(__file__).parent / "results" / "convert.json"
@@ -87,7 +88,7 @@ def main() -> None:
         source = folder / "source"
         source.mkdir()
         make_checkpoint(source, options.gigabytes)
-        opened = open_source(source, folder)
+        opened = copyable(Checkpoint(source), folder)
         plan = plan_retrofit(opened)
         actions = {
             "convert": lambda target: write(plan, target),

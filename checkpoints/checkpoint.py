@@ -1,51 +1,309 @@
-"""Read a checkpoint directory as a table of tensors: name, dtype, shape, file and place in the file.
+"""One opened checkpoint: a directory or a snapshot of the Hub, each of whose parts is read and checked once, on demand.
 
-No weight is loaded.
+No weight is loaded. The files of weights are read as a table of tensors: name, dtype, shape, file and place in it.
 """
 
 import json
 import os
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from copy import copy, deepcopy
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import httpx
-from safetensors.torch import save_file
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers import CONFIG_MAPPING, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
-from attnres.loading_attnres import check_files, explain_broken_shard
-from attnres.residual_attnres import explain_source
+from attnres import AttnResKimiK3Config
+from attnres.configuration_attnres import is_kimi_k3
+from attnres.loading_attnres import check_files
 from attnres.saving_attnres import complete_save
-from attnres.utils.files import check_space
+from attnres.utils.errors import about
 from attnres.utils.hub import ADAPTER_CONFIG, check_no_lone_adapter, check_path
-from attnres.utils.model_files import RECORD, SIDE_FILES
+from attnres.utils.model_files import RECORD, SIDE_FILES, TOKENIZER_FILES
+from attnres.utils.quiet import quiet_transformers
 
-from .pickles import read_pickle, read_pickle_shapes
-from .shards import DTYPES, Entry, Shard, explain_writing, read_pieces, read_shard
-from .source_files import check_no_pipe, read_object
+from .pickles import read_pickle_shapes
+from .shards import DTYPES, Entry, Shard, read_pieces, read_shard
+from .sizes import check_sizes
+from .source_code import AUTO_MAP, PIPELINES
+from .source_files import check_file, check_no_pipe, read_object
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# The files of weights and their indices, in the order in which `transformers` looks for them.
+WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+# Fields that name a source's file of weights and its code. A result has other files.
+_FIELDS_OF_FILES = (NAMED_WEIGHTS, PIPELINES)
 
 
-@dataclass(frozen=True)
 class Checkpoint:
-    """The headers of a checkpoint's weights.
+    """An opened checkpoint. Its parts are read when they are first asked for, and then kept.
 
     Attributes:
         folder: The model's directory.
-        shards: The files.
-        where: Name of a tensor of the checkpoint -> the file that holds it. A file may also hold tensors that the index
-            does not name. They are copied with the file, and ignored otherwise.
-        is_temporary: Whether the files were rewritten in a scratch directory, and may be moved from there.
+        name: The directory or Hub id as the user gave it, for messages.
+        is_temporary: Whether the files of weights were rewritten in a scratch directory, and may be moved from there.
     """
 
-    folder: Path
-    shards: tuple[Shard, ...]
-    where: dict[str, Shard]
-    is_temporary: bool = False
+    def __init__(self, folder: str | os.PathLike, name: str | os.PathLike | None = None):
+        """Make the value of a model's directory. Nothing is read yet.
+
+        Args:
+            folder: The directory.
+            name: The name for messages. By default that of the directory.
+        """
+        self.folder = Path(folder)
+        self.name = str(folder if name is None else name)
+        self.is_temporary = False
+
+    @classmethod
+    def open(cls, source: str | os.PathLike, revision: str | None = None) -> "Checkpoint":
+        """Open a directory, or a snapshot of a repository on the Hub, which is downloaded.
+
+        If a `save_pretrained` into the directory was killed while it replaced files, the replacement is completed
+        first.
+
+        Args:
+            source: The directory or Hub id.
+            revision: The branch, tag or commit on the Hub.
+
+        Raises:
+            FileNotFoundError: It is neither a directory nor on the Hub, or the Hub cannot be reached; or it is the
+                directory of a training run.
+            OSError: The replacement of files cannot be completed, or a named pipe or a device is in place of a file.
+            ValueError: A `revision` is given for a directory, or the directory or repository holds an adapter without
+                a model.
+        """
+        folder = Path(source)
+        if folder.is_dir():
+            if revision is not None:
+                raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
+            for path in folder.iterdir():
+                check_no_pipe(path)
+            complete_save(folder)  # before a file in it is read
+            check_path(source)
+        else:
+            check_path(source)
+            folder = _download(str(source), revision)
+            check_no_lone_adapter(folder, source)
+        return cls(folder, source)
+
+    # --- Configuration -----------------------------------------------------------------------------------------------
+
+    @property
+    def config_path(self) -> Path:
+        """The path of `config.json`."""
+        return self.folder / CONFIG_NAME
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The fields of `config.json`.
+
+        Raises:
+            FileNotFoundError: There is none.
+            OSError: It is damaged.
+        """
+        if not self.config_path.exists():
+            raise FileNotFoundError(f"{self.folder} has no {CONFIG_NAME}.")
+        return read_object(self.config_path)
+
+    @property
+    def is_kimi_k3(self) -> bool:
+        """Whether the model is Kimi K3, whatever model type the configuration names."""
+        return is_kimi_k3(self.fields)
+
+    @cached_property
+    def config(self) -> PreTrainedConfig:
+        """The configuration.
+
+        Raises:
+            FileNotFoundError: There is none.
+            OSError, ValueError: It is damaged, has a model type that `transformers` does not know, or describes a model
+                that is far larger than the weights.
+        """
+        self.check_sizes()
+        # The Auto class is not asked for Kimi K3: the file may name Kimi Linear's model type. Code that came with the
+        # checkpoint is not needed: a supported backbone is one of `transformers`.
+        model_type = AttnResKimiK3Config.model_type if self.is_kimi_k3 else self.fields.get("model_type")
+        if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+            raise ValueError(
+                f"{self.config_path} cannot be used: transformers has no model type {model_type!r}. Name one that it "
+                "has, or update transformers."
+            )
+        with about(self.config_path):
+            config = CONFIG_MAPPING[model_type].from_dict(deepcopy(self.fields))
+            if self.is_kimi_k3:
+                config.check_fields()
+        config.name_or_path = str(self.folder)
+        for field in _FIELDS_OF_FILES:
+            vars(config).pop(field, None)
+        return config
+
+    def check_sizes(self) -> None:
+        """Compare the numbers in `config.json` with the headers of the weights, without building a configuration.
+
+        Raises:
+            OSError: A file is damaged.
+            ValueError: A value does not fit. The message names the file, the field and its value.
+        """
+        sizes = (self.entries, self.num_bytes) if self.has_weights else ()
+        check_sizes(self.config_path, self.fields, *sizes)
+
+    @cached_property
+    def generation_path(self) -> Path:
+        """The file of the settings of generation: `config.json` if there is no `generation_config.json`."""
+        path = self.folder / GENERATION_CONFIG_NAME
+        # A broken link is an error, not an absent file.
+        return path if path.exists() or path.is_symlink() else self.config_path
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """The settings of generation, as `from_pretrained` reads them. Settings that only warn are accepted.
+
+        Raises:
+            OSError: The file is damaged.
+            ValueError: `transformers` refuses the settings, or the file is a link out of the directory.
+        """
+        path = self.generation_path
+        is_legacy = path == self.config_path
+        check_file(self.folder, path)
+        with about(path, "Correct these settings there, or remove them."), quiet_transformers():
+            if is_legacy:
+                return GenerationConfig.from_model_config(deepcopy(self.fields))
+            return GenerationConfig.from_pretrained(self.folder)
+
+    # --- Tokenizer and adapter ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def has_adapter(self) -> bool:
+        """Whether the directory holds an adapter of PEFT."""
+        return (self.folder / ADAPTER_CONFIG).is_file()
+
+    @cached_property
+    def tokenizer_files(self) -> list[str]:
+        """The names of the files that show that there is a tokenizer; empty without one."""
+        return [name for name in TOKENIZER_FILES if (self.folder / name).exists()]
+
+    @cached_property
+    def tokenizer_config(self) -> dict[str, Any]:
+        """The fields of `tokenizer_config.json`; empty if there is none."""
+        path = self.folder / TOKENIZER_CONFIG
+        return read_object(path) if path.exists() else {}
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer that `AutoTokenizer` loads without code of the checkpoint, or None if it loads none.
+
+        Raises:
+            OSError: `tokenizer.json` is damaged.
+        """
+        if not self.tokenizer_files:
+            return None
+        try:
+            # It may make a configuration of `config.json`, by a class that may be another than the model's: that of
+            # Kimi Linear for the text model of Kimi K3. Its warnings do not concern the tokenizer.
+            with quiet_transformers():
+                return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
+            path = self.folder / "tokenizer.json"
+            if path.exists() and AUTO_MAP not in self.tokenizer_config:
+                raise OSError(f"{path} is damaged ({error!r}). Copy it again.") from error
+            return None  # other formats need packages that may not be here
+
+    # --- Weights -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def weights_path(self) -> Path | None:
+        """The file of weights or the index by which `transformers` loads the model.
+
+        It is None if there are no weights in a format whose shapes are known before they are loaded.
+        """
+        named_file = self.fields.get(NAMED_WEIGHTS) if self.config_path.is_file() else None
+        names = [*([named_file] if isinstance(named_file, str) else []), *WEIGHTS]
+        return next((self.folder / name for name in names if (self.folder / name).is_file()), None)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether `transformers` would load the weights of the directory, and their headers can be read."""
+        # It loads an adapter in the directory instead, onto a base from another checkpoint.
+        return self.weights_path is not None and not self.has_adapter
+
+    @cached_property
+    def index(self) -> dict[str, Any] | None:
+        """The fields of the index of the weights; None if they are one file without an index.
+
+        Raises:
+            OSError: It is not an index.
+        """
+        path = self.weights_path
+        if path is None or path.suffix != ".json":
+            return None
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+            if not index["weight_map"]:
+                raise ValueError("it names no tensor")
+            # `fspath` raises TypeError for a value that is not a text.
+            return index | {"weight_map": {name: os.fspath(file) for name, file in index["weight_map"].items()}}
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise OSError(f"{path} is not an index of weights ({error!r}). Copy it again.") from error
+
+    @property
+    def lacks_metadata(self) -> bool:
+        """Whether the index lacks the object `metadata`. `transformers` does not load the weights then."""
+        return self.index is not None and not isinstance(self.index.get("metadata"), dict)
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """The headers of the files of weights. Entries of pickles have no place in the file: it is 0.
+
+        Raises:
+            FileNotFoundError: There are no weights, or the index names a file that does not exist.
+            OSError: A file is truncated or damaged.
+            ValueError: A pickle runs code when it is loaded, or its tensors are larger than the file.
+        """
+        path = self.weights_path
+        if path is None:
+            raise FileNotFoundError(
+                f"{self.folder} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index."
+            )
+        files = [path.name] if self.index is None else sorted(set(self.index["weight_map"].values()))
+        for file in files:
+            if not (self.folder / file).exists():
+                raise FileNotFoundError(f"{self.folder} is incomplete: {path.name} names {file}, which is not there.")
+        return tuple(_read_header(self.folder / file) for file in files)
+
+    @cached_property
+    def where(self) -> dict[str, Shard]:
+        """Name of a tensor of the checkpoint -> the file that holds it.
+
+        A file may also hold tensors that the index does not name. They are copied with the file, and ignored otherwise.
+
+        Raises:
+            FileNotFoundError: A file lacks a tensor that the index assigns to it.
+            ValueError: A tensor lies in two files.
+        """
+        held = {entry.name: shard for shard in self.shards for entry in shard.entries}
+        with about(self.folder):
+            check_files({shard.source.name: [entry.name for entry in shard.entries] for shard in self.shards})
+        if self.index is None or self.is_temporary:
+            return held
+        for name, file in self.index["weight_map"].items():
+            if name not in held or held[name].path != self.folder / file:
+                raise FileNotFoundError(
+                    f"{self.folder} is incomplete: {file} lacks `{name}`, which the index assigns to it."
+                )
+        return {name: held[name] for name in self.index["weight_map"]}
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -54,8 +312,16 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the files in bytes."""
+        """The size of the files of weights in bytes."""
         return sum(shard.path.stat().st_size for shard in self.shards)
+
+    def with_shards(self, shards: Sequence[Shard]) -> "Checkpoint":
+        """Return this checkpoint with weights that were rewritten in a scratch directory."""
+        other = copy(self)
+        for name in ("where", "entries"):
+            vars(other).pop(name, None)
+        other.shards, other.is_temporary = tuple(shards), True
+        return other
 
     def unread(self, unused: Collection[str]) -> list[str]:
         """Return the sorted names of tensors in the files that a model does not read.
@@ -81,141 +347,32 @@ class Checkpoint:
 
         return self.where[name if name in self.where else max(self.where, key=shared_parts)].source
 
+    def has_same_bytes(self, a: str, b: str) -> bool:
+        """Return whether the tensors named `a` and `b` have the same dtype, shape and bytes."""
+        paths = [self.where[name].path for name in (a, b)]
+        entries = [self.entries[name] for name in (a, b)]
+        if (entries[0].dtype, entries[0].shape) != (entries[1].dtype, entries[1].shape):
+            return False
+        with paths[0].open("rb") as one, paths[1].open("rb") as other:
+            pieces = map(read_pieces, (one, other), entries, paths)
+            return all(x == y for x, y in zip(*pieces))
 
-def find(source: str | os.PathLike, revision: str | None = None) -> Path:
-    """Return the local directory of a model: `source` itself, or a snapshot of the repository on the Hub.
 
-    If a `save_pretrained` into the directory was killed while it replaced files, the replacement is completed first.
-
-    Args:
-        source: The directory or Hub id.
-        revision: The branch, tag or commit on the Hub.
-
-    Returns:
-        The directory.
-
-    Raises:
-        FileNotFoundError: It is neither a directory nor on the Hub, or the Hub cannot be reached; or it is the
-            directory of a training run.
-        OSError: The replacement of files cannot be completed, or a named pipe or a device is in place of a file.
-        ValueError: A `revision` is given for a directory, or the directory or repository holds an adapter without a
-            model.
-    """
-    folder = Path(source)
-    if folder.is_dir():
-        if revision is not None:
-            raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
-        for path in folder.iterdir():
-            check_no_pipe(path)
-        complete_save(folder)  # before a file in it is read
-        check_path(source)
-        return folder
-    check_path(source)
+def _download(name: str, revision: str | None) -> Path:
+    """Download the files of a model that this package reads, and return the folder of the snapshot."""
     small_files = ["config.json", "README.md", "*.py", RECORD, *SIDE_FILES]
     try:
-        folder = Path(
-            snapshot_download(str(source), revision=revision, allow_patterns=[*small_files, "model*.safetensors*"])
-        )
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*small_files, "model*.safetensors*"]))
         if not (folder / CONFIG_NAME).exists():  # the file below says why
-            snapshot_download(str(source), revision=revision, allow_patterns=[ADAPTER_CONFIG])
+            snapshot_download(name, revision=revision, allow_patterns=[ADAPTER_CONFIG])
         # Pickles are large, and downloaded only if there is nothing else.
         if not any(folder.glob("model*.safetensors")):
-            snapshot_download(str(source), revision=revision, allow_patterns=["pytorch_model*.bin*"])
+            snapshot_download(name, revision=revision, allow_patterns=["pytorch_model*.bin*"])
     except (OSError, httpx.HTTPError) as error:  # a broken connection raises no `OSError`
         # The message is joined, because its first line may be only "404 Client Error."
         reason = " ".join(str(error).split())
-        raise FileNotFoundError(f"{source} is not a directory, and the Hub does not give it: {reason}") from error
-    check_no_lone_adapter(folder, source)
+        raise FileNotFoundError(f"{name} is not a directory, and the Hub does not give it: {reason}") from error
     return folder
-
-
-def open_checkpoint(folder: Path, scratch: Path) -> Checkpoint:
-    """Read the headers of the weights that a conversion copies: safetensors, or else legacy `pytorch_model.bin`.
-
-    Legacy files are first rewritten as safetensors, without running code from them.
-
-    Args:
-        folder: The model's directory.
-        scratch: The directory for rewritten files.
-
-    Returns:
-        The table of tensors.
-
-    Raises:
-        FileNotFoundError: There are no weights, or the index names a file or tensor that does not exist.
-        OSError: A file is truncated or damaged.
-        ValueError: A pickle runs code when it is loaded, or the configuration names another file of weights.
-    """
-    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if (folder / single).exists():
-            files, weight_map = [single], None
-        elif (folder / index).exists():
-            weight_map = _read_index(folder / index)
-            files = sorted(set(weight_map.values()))
-        else:
-            continue
-        _check_named(folder, single if weight_map is None else index)
-        if weight_map is not None:
-            _check_index(folder / index, files, Path(single).suffix)
-        if single == WEIGHTS_NAME:
-            check_space(scratch.parent, sum((folder / file).stat().st_size for file in files))
-            shards = []
-            for i, file in enumerate(files, 1):
-                name = SAFE_WEIGHTS_NAME if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-                tensors = read_pickle(folder / file, DTYPES.values())
-                with explain_writing(scratch / name):
-                    save_file(tensors, scratch / name, {"format": "pt"})
-                shards.append(replace(read_shard(scratch / name), original=folder / file))
-            return make_checkpoint(folder, shards, is_temporary=True)
-        with explain_broken_shard(folder):
-            shards = [read_shard(folder / file) for file in files]
-        return make_checkpoint(folder, shards, weight_map)
-    raise FileNotFoundError(f"{folder} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index.")
-
-
-def read_headers(folder: Path) -> Checkpoint | None:
-    """Return names, dtypes and shapes of the weights that `transformers` would load from a directory.
-
-    Nothing is copied, so links may lead out of the directory, unlike in [`open_checkpoint`]. Pickles are not rewritten:
-    `start` and `end` of their entries are 0.
-
-    Args:
-        folder: The model's directory.
-
-    Returns:
-        The table, or None if there are no weights in a format whose shapes are known before they are loaded.
-
-    Raises:
-        OSError: A file or tensor that an index names is not there, or a file is truncated or damaged.
-        ValueError: A pickle runs code when it is loaded, or its tensors are larger than the file.
-    """
-    config = folder / CONFIG_NAME
-    named_file = read_object(config).get(NAMED_WEIGHTS) if config.is_file() else None
-    for single, index in (
-        (named_file, named_file),  # the configuration may name a file of weights or an index
-        (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME),
-        (WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
-    ):
-        if not isinstance(single, str):
-            continue
-        if (folder / single).is_file() and not single.endswith(".json"):
-            files, weight_map = [single], None
-        elif index.endswith(".json") and (folder / index).is_file():
-            weight_map = _read_index(folder / index)
-            if lacks_metadata(folder / index):
-                raise OSError(
-                    f"{folder / index} has no object `metadata`, so transformers cannot load the weights. Add "
-                    f'`"metadata": {{}}` to it, or let `attnres convert` write a whole index.'
-                )
-            files = sorted(set(weight_map.values()))
-            if lacking := [file for file in files if not (folder / file).is_file()]:
-                raise FileNotFoundError(f"{folder} is incomplete: {index} names {lacking[0]}, which is not there.")
-        else:
-            continue
-        with explain_broken_shard(folder):
-            shards = [_read_header(folder / file) for file in files]
-        return make_checkpoint(folder, shards, weight_map)
-    return None
 
 
 def _read_header(path: Path) -> Shard:
@@ -227,107 +384,4 @@ def _read_header(path: Path) -> Shard:
     return Shard(path, tuple(Entry(name, names[dtype], shape, 0, 0) for name, (dtype, shape) in shapes.items()), 0, {})
 
 
-def make_checkpoint(
-    folder: Path, shards: list[Shard], weight_map: dict[str, str] | None = None, is_temporary: bool = False
-) -> Checkpoint:
-    """Return the checkpoint that consists of given shards.
-
-    Args:
-        folder: The model's directory.
-        shards: The headers of the files.
-        weight_map: Tensor -> name of its file, as in an index. By default all tensors in the files.
-        is_temporary: Whether the files may be moved; see [`Checkpoint`].
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        FileNotFoundError: A file lacks a tensor that `weight_map` assigns to it.
-        ValueError: A tensor lies in two files.
-    """
-    with explain_source(folder):
-        check_files({shard.source.name: [entry.name for entry in shard.entries] for shard in shards})
-    by_file = {shard.path.name: shard for shard in shards}
-    held = {(shard.path.name, entry.name) for shard in shards for entry in shard.entries}
-    if weight_map is None:
-        weight_map = {name: file for file, name in sorted(held)}
-    for name, file in weight_map.items():
-        if (file, name) not in held:
-            raise FileNotFoundError(f"{folder} is incomplete: {file} lacks `{name}`, which the index assigns to it.")
-    return Checkpoint(folder, tuple(shards), {name: by_file[file] for name, file in weight_map.items()}, is_temporary)
-
-
-def same_bytes(checkpoint: Checkpoint, a: str, b: str) -> bool:
-    """Return whether the tensors named `a` and `b` of a checkpoint have the same dtype, shape and bytes."""
-    paths = [checkpoint.where[name].path for name in (a, b)]
-    entries = [checkpoint.entries[name] for name in (a, b)]
-    if (entries[0].dtype, entries[0].shape) != (entries[1].dtype, entries[1].shape):
-        return False
-    with paths[0].open("rb") as one, paths[1].open("rb") as other:
-        pieces = map(read_pieces, (one, other), entries, paths)
-        return all(x == y for x, y in zip(*pieces))
-
-
-def _check_named(folder: Path, taken: str) -> None:
-    """Raise ValueError if the configuration names a file of weights other than `taken`: `transformers` reads it."""
-    path = folder / CONFIG_NAME
-    if not path.exists():
-        return  # `read_config` raises an error for it
-    named_file = read_object(path).get(NAMED_WEIGHTS)
-    if named_file not in (None, taken):
-        raise ValueError(
-            f"{path} names its weights by `{NAMED_WEIGHTS}`: {json.dumps(named_file)}, but beside it lies {taken}. "
-            f"Remove the field, or rename the file that it names to {taken}."
-        )
-
-
-def _check_index(index: Path, files: Collection[str], suffix: str) -> None:
-    """Raise unless an index names only files of weights that lie beside it."""
-    for file in files:
-        path = index.parent / file
-        if file in ("", ".", "..") or Path(file).name != file:
-            raise ValueError(f"{index} names {file or chr(34) * 2}, which does not lie beside it. Move it there.")
-        # The result's shards get the same names, which must not be those of its other files.
-        if path.suffix != suffix or path.is_dir():
-            raise ValueError(f"{index} names {file}, which is not a {suffix} file of weights. Copy the index again.")
-        if not path.exists():
-            raise FileNotFoundError(f"{index.parent} is incomplete: {index.name} names {file}, which is not there.")
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        if not weight_map:
-            raise ValueError("it names no tensor")
-        # `fspath` raises TypeError for a value that is not a text.
-        return {name: os.fspath(file) for name, file in weight_map.items()}
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise OSError(f"{path} is not an index of weights ({error!r}). Copy it again.") from error
-
-
-def lacks_metadata(index: Path) -> bool:
-    """Return whether an index of weights lacks the object `metadata`. `transformers` does not load it then."""
-    return not isinstance(read_object(index).get("metadata"), dict)
-
-
-def broken_index(folder: Path) -> Path | None:
-    """Return the index by which `transformers` would load the weights of a directory, if it [`lacks_metadata`]."""
-    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
-        if (folder / single).exists():
-            return None
-        if (folder / index).exists():
-            return folder / index if lacks_metadata(folder / index) else None
-    return None
-
-
-__all__ = [
-    "NAMED_WEIGHTS",
-    "Checkpoint",
-    "broken_index",
-    "find",
-    "lacks_metadata",
-    "make_checkpoint",
-    "open_checkpoint",
-    "read_headers",
-    "same_bytes",
-]
+__all__ = ["NAMED_WEIGHTS", "TOKENIZER_CONFIG", "WEIGHTS", "Checkpoint"]

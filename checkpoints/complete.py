@@ -6,81 +6,27 @@ files give. Its loading report then says what is missing, misshapen or unused.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
-from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from attnres import AttnResKimiK3Config
-from attnres.kimi_linear_configuration_attnres import is_kimi_k3
 from attnres.loading_attnres import check_shapes
 from attnres.residual_attnres import residual_tensors
+from attnres.utils.errors import about
 from attnres.utils.quiet import quiet_transformers
 from attnres.value_residual_attnres import value_residual_tensors
 
 from . import kimi_k3
-from .checkpoint import NAMED_WEIGHTS, Checkpoint, same_bytes
+from .checkpoint import Checkpoint
 from .shards import DTYPES
-from .sizes import check_sizes
-from .source_code import PIPELINES
-from .source_files import read_object
 
 # A tensor of one expert: "model.layers.0.mlp.experts", the expert's number, and its part, such as "w1.weight".
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 _MAX_NAMED = 10  # tensors in one message
-# Fields that name a source's file of weights and its code. A result has other files.
-_FIELDS_OF_FILES = (NAMED_WEIGHTS, PIPELINES)
-
-
-def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return the configuration of a checkpoint.
-
-    Raises:
-        FileNotFoundError: The checkpoint has no configuration.
-        OSError, ValueError: It is damaged, has a model type that `transformers` does not know, or describes a model
-            that is far larger than the weights.
-    """
-    folder = checkpoint.folder
-    if not (folder / CONFIG_NAME).exists():
-        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}.")
-    with explain_config(folder):
-        check_sizes(folder / CONFIG_NAME, checkpoint)
-        if is_kimi_k3(read_object(folder / CONFIG_NAME)):
-            # Not the Auto class: the file may name Kimi Linear's model type.
-            return kimi_k3.read_kimi_k3_config(folder / CONFIG_NAME)
-        # Code that came with the checkpoint is not needed: a supported backbone is one of `transformers`.
-        try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except ValueError as error:  # its message names the value, but not the file
-            raise ValueError(f"{folder / CONFIG_NAME} cannot be used: {error}") from error
-    for field in _FIELDS_OF_FILES:
-        vars(config).pop(field, None)
-    return config
-
-
-@contextmanager
-def explain_config(folder: Path) -> Iterator[None]:
-    """Turn the errors that a wrong value in a configuration causes into errors of one line.
-
-    Args:
-        folder: The directory of the `config.json` that the block uses.
-
-    Raises:
-        ValueError: In place of an error other than OSError, RuntimeError and ValueError. The message names the file.
-    """
-    try:
-        yield
-    except RecursionError as error:
-        raise ValueError(f"{folder / CONFIG_NAME} is nested too deeply.") from error
-    except (OSError, RuntimeError, ValueError):
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{folder / CONFIG_NAME} holds a wrong value ({type(error).__name__}: {reason}).") from error
 
 
 def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedModel:
@@ -133,11 +79,11 @@ def complete_model(
         FileNotFoundError, RuntimeError: A tensor is missing or has another shape; the message names it and the file.
         ValueError: The configuration holds a wrong value.
     """
-    with explain_config(checkpoint.folder):
+    with about(checkpoint.config_path):
         model = empty_model(config, checkpoint)
     unused = _check_complete(checkpoint, model, added(model))
     for target, source in model.all_tied_weights_keys.items():
-        if {target, source} <= checkpoint.entries.keys() and not same_bytes(checkpoint, target, source):
+        if {target, source} <= checkpoint.entries.keys() and not checkpoint.has_same_bytes(target, source):
             config.tie_word_embeddings = False
     return model, unused
 
@@ -241,4 +187,4 @@ def _check_experts(checkpoint: Checkpoint) -> None:
             check_shapes(wrong, checkpoint.file_of(min(wrong)[0]))
 
 
-__all__ = ["complete_model", "empty_model", "explain_config", "has_head", "loading_report", "read_config"]
+__all__ = ["complete_model", "empty_model", "has_head", "loading_report"]

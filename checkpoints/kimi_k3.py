@@ -25,47 +25,26 @@ from attnres.residual_attnres import FamilyWarning
 
 from .checkpoint import Checkpoint
 from .shards import DTYPES, Entry
-from .source_files import read_object
 
 _PACKED, _SCALE = "_packed", "_scale"
 # Names of one layer's parts in checkpoints that a training run resumes from. Published names differ.
 _OF_TRAINING = re.compile(r"\.forget_gate\.|\.experts\.(gate_up|down)_proj$|\.self_attn\.conv1d\.")
 
 
-def check_kimi_k3(folder: Path, source: Any) -> None:
-    """Raise ValueError if a directory holds Kimi K3 with a wrong field, or the Auto classes would build another model.
-
-    Args:
-        folder: The directory, which has a `config.json`.
-        source: The directory or Hub id as the user gave it, for the message.
-    """
-    fields = read_object(folder / CONFIG_NAME)
-    if not is_kimi_k3(fields):
+def check_kimi_k3(checkpoint: Checkpoint) -> None:
+    """Raise ValueError if a checkpoint is Kimi K3 with a wrong field, or the Auto classes would build another model."""
+    if not checkpoint.is_kimi_k3:
         return
-    if fields.get("model_type") != AttnResKimiK3Config.model_type:
+    model_type = checkpoint.fields.get("model_type")
+    if model_type != AttnResKimiK3Config.model_type:
         raise ValueError(
-            f"{source} holds Kimi K3, but its {CONFIG_NAME} names the model type {fields.get('model_type')!r}, under "
-            f"which transformers would build another model. `attnres convert {source} OUT` writes a directory that "
+            f"{checkpoint.name} holds Kimi K3, but its {CONFIG_NAME} names the model type {model_type!r}, under which "
+            f"transformers would build another model. `attnres convert {checkpoint.name} OUT` writes a directory that "
             "loads as Kimi K3."
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of unknown fields that are kept; loading warns of them
-        read_kimi_k3_config(folder / CONFIG_NAME)
-
-
-def read_kimi_k3_config(path: Path) -> AttnResKimiK3Config:
-    """Return the configuration in a `config.json` of Kimi K3, in any of the released layouts.
-
-    Raises:
-        OSError: The file is damaged.
-        ValueError: A field is wrong. The message names the file and the field.
-    """
-    try:
-        config = AttnResKimiK3Config.from_dict(read_object(path))
-        config.check_fields()
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be used: {error}") from error
-    return config
+        _ = checkpoint.config
 
 
 class _TensorInFile:
@@ -202,6 +181,5 @@ __all__ = [
     "is_packed",
     "is_released",
     "model_class",
-    "read_kimi_k3_config",
     "unused_tensors",
 ]

@@ -6,15 +6,14 @@ Weights are read only to copy them, in pieces of `CHUNK` bytes. Each piece is ch
 import json
 import os
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from attnres.utils.files import explain_full_disk
+from attnres.utils.errors import about
 
 CHUNK = 2**20  # bytes; a piece of this size stays in the processor's cache between reading, checking and writing
 # Names of dtypes in safetensors files.
@@ -68,11 +67,14 @@ def read_shard(path: Path) -> Shard:
     """Read the header of a safetensors file.
 
     Raises:
-        SafetensorError: The file is truncated or damaged.
+        OSError: The file is truncated or damaged.
     """
     # Opening checks the header against the limits of the format and the length of the file.
-    with safe_open(path, framework="pt"):
-        pass
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise OSError(f"{path} is truncated or damaged ({error}). Copy it again.") from error
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -114,36 +116,19 @@ def copy_shard(
     kept = [entry for entry in shard.entries if entry.name not in dropped]
     keeps_header = len(kept) == len(shard.entries) and all(rename(entry.name) == entry.name for entry in kept)
     path = target or Path(os.devnull)
-    with open(shard.path, "rb") as source, explain_writing(path), path.open("wb") as sink:
-        if keeps_header:
-            sink.write(source.read(shard.data_start))
-        else:
-            _write_header(sink, kept, shard.metadata, rename)
+    with open(shard.path, "rb") as source, path.open("wb") as sink:
+        header = source.read(shard.data_start) if keeps_header else _make_header(kept, shard.metadata, rename)
+        with about(path):
+            sink.write(header)
         for entry in kept:
             for chunk in read_pieces(source, entry, shard.source):
                 if entry.name not in unused:
                     _check_finite(chunk, entry, shard.source)
                     if check is not None and not _is_float(entry):
                         check(torch.frombuffer(chunk, dtype=torch.uint8), entry, shard.source)
-                sink.write(chunk)
+                with about(path):  # the error of a full disk does not name the file
+                    sink.write(chunk)
                 on_bytes(len(chunk))
-
-
-@contextmanager
-def explain_writing(path: Path) -> Iterator[None]:
-    """Add the file's name to errors of a full disk, which do not name it.
-
-    Args:
-        path: The file that the block writes.
-
-    Raises:
-        OSError: The file cannot be written. The message names it.
-    """
-    try:
-        with explain_full_disk(path):
-            yield
-    except SafetensorError as error:  # `save_file` raises it in place of an `OSError`
-        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def read_pieces(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
@@ -168,9 +153,10 @@ def read_pieces(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryvi
         yield chunk
 
 
-def _write_header(sink: BinaryIO, entries: list[Entry], metadata: dict[str, str], rename: Callable[[str], str]) -> None:
-    """Write the header of a safetensors file that holds these tensors one after the other, in the library's form."""
-    header, offset = {"__metadata__": metadata} if metadata else {}, 0
+def _make_header(entries: list[Entry], metadata: dict[str, str], rename: Callable[[str], str]) -> bytes:
+    """Return the header of a safetensors file that holds these tensors one after the other, in the library's form."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    offset = 0
     for entry in entries:
         size = entry.end - entry.start
         header[rename(entry.name)] = {
@@ -181,7 +167,7 @@ def _write_header(sink: BinaryIO, entries: list[Entry], metadata: dict[str, str]
         offset += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the data of the format begins at a multiple of 8
-    sink.write(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _is_float(entry: Entry) -> bool:
@@ -207,7 +193,6 @@ __all__ = [
     "Entry",
     "Shard",
     "copy_shard",
-    "explain_writing",
     "read_pieces",
     "read_shard",
 ]

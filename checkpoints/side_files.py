@@ -7,22 +7,17 @@ by `source_code.py`, if the user trusts it.
 import shutil
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from attnres.utils.model_files import OTHER_PATTERNS, SOURCE_CODE, TOKENIZER_PATTERNS
-from attnres.utils.quiet import quiet_transformers
 
+from .checkpoint import TOKENIZER_CONFIG, Checkpoint
 from .source_code import AUTO_MAP, code_fields, copy_code, references, shown
 from .source_files import check_file, read_json, read_object, write_json
 
-_TOKENIZER_CONFIG = "tokenizer_config.json"
-# A directory with a tokenizer has at least one of these.
-TOKENIZER_FILES = (_TOKENIZER_CONFIG, "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-
 
 def copy_side_files(
-    folder: Path,
+    checkpoint: Checkpoint,
     target: Path,
     trust_remote_code: bool = False,
     has_legacy_settings: bool = True,
@@ -31,7 +26,7 @@ def copy_side_files(
     """Copy the side files of a model, so that `AutoTokenizer` loads the same tokenizer from the copies.
 
     Args:
-        folder: The source's directory.
+        checkpoint: The source.
         target: The result's directory.
         trust_remote_code: Whether to copy the code that the files refer to. Otherwise the copies refer to no code, and
             a tokenizer that needs its code is not copied: `AutoTokenizer` might take another class for it, which gives
@@ -46,11 +41,10 @@ def copy_side_files(
         OSError: A file is damaged, or code that the tokenizer needs does not exist.
         ValueError: A file is a link to a file outside `folder`, or refers to code outside it.
     """
+    folder, notes = checkpoint.folder, []
     paths = _side_files(folder)
-    notes = []
-    tokenizer = read_object(folder / _TOKENIZER_CONFIG) if (folder / _TOKENIZER_CONFIG).exists() else {}
-    loaded = _load_tokenizer(tokenizer, folder)
-    needs_code = bool(references(tokenizer, folder / _TOKENIZER_CONFIG)) and loaded is None
+    loaded = checkpoint.tokenizer
+    needs_code = bool(references(checkpoint.tokenizer_config, folder / TOKENIZER_CONFIG)) and loaded is None
     if needs_code and not trust_remote_code:
         notes.append(
             "Left out: the tokenizer, which does not load without code that came with the source. "
@@ -64,9 +58,10 @@ def copy_side_files(
         shutil.copyfile(path, copy)
         if path.suffix == ".json":
             notes += _settle_code(path, copy, folder, target, trust_remote_code, code_folder)
-    if has_legacy_settings and not (folder / GENERATION_CONFIG_NAME).exists():
-        _copy_legacy_generation_config(folder, target)
+    if has_legacy_settings and checkpoint.generation_path == checkpoint.config_path:
+        # `transformers` reads the settings of older models from `config.json`, but does not write them there.
         path = target / GENERATION_CONFIG_NAME
+        checkpoint.generation_config.to_json_file(path)
         notes += _settle_code(path, path, folder, target, trust_remote_code, code_folder)
     if loaded is not None:
         _name_tokenizer_class(type(loaded).__name__, target)
@@ -118,40 +113,15 @@ def _settle_code(
     return notes
 
 
-def _copy_legacy_generation_config(folder: Path, target: Path) -> None:
-    """Write the generation settings of an older model, which are in `config.json`, to `generation_config.json`.
-
-    `transformers` reads them from `config.json`, but does not write them there.
-    """
-    config = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
-    config.to_json_file(target / GENERATION_CONFIG_NAME)
-
-
-def _load_tokenizer(tokenizer: dict, folder: Path) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that `AutoTokenizer` loads without code of the source, or None if it loads none."""
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        return None
-    try:
-        # It also makes a configuration of `config.json`, by a class that may be another than the model's: that of Kimi
-        # Linear for the text model of Kimi K3. Its warnings do not concern the tokenizer.
-        with quiet_transformers():
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
-        path = folder / "tokenizer.json"
-        if path.exists() and AUTO_MAP not in tokenizer:
-            raise OSError(f"{path} is damaged ({error!r}). Copy it again.") from error
-        return None  # other formats need packages that may not be here
-
-
 def _name_tokenizer_class(name: str, target: Path) -> None:
     """Name the tokenizer's class in its configuration: otherwise `AutoTokenizer` chooses it by the model type.
 
     The result's model type differs from the source's.
     """
-    path = target / _TOKENIZER_CONFIG
+    path = target / TOKENIZER_CONFIG
     tokenizer = read_object(path) if path.exists() else {}
     if AUTO_MAP not in tokenizer and tokenizer.get("tokenizer_class") != name:
         write_json(path, tokenizer | {"tokenizer_class": name})
 
 
-__all__ = ["TOKENIZER_FILES", "copy_side_files"]
+__all__ = ["copy_side_files"]

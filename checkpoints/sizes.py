@@ -6,16 +6,13 @@ the headers of the weights. Other values are checked against what any model can 
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers.quantizers import AutoHfQuantizer
 
 from attnres.utils.quiet import quiet_transformers
-
-from .checkpoint import Checkpoint
-from .source_files import read_object
 
 _LAYERS = re.compile(r"(?!max_)\w*(layers?|first_k_dense_replace)")
 _DIMENSION = re.compile(
@@ -31,27 +28,25 @@ _MAX_LAYERS = 10**4  # far more than any model has; the limit where the weights 
 _MAX_LABELS = 10**6  # labels of a classifier: `transformers` makes a name for each
 
 
-def check_sizes(path: Path, checkpoint: Checkpoint | None) -> None:
+def check_sizes(path: Path, fields: dict[str, Any], tensors: Collection[str] | None = None, num_bytes: int = 0) -> None:
     """Check a configuration file: its numbers of layers, dimensions and labels, and other values that no model has.
 
     Args:
-        path: `config.json` beside the weights.
-        checkpoint: The headers of the weights. Without them, only values that no model has are refused.
+        path: `config.json` beside the weights, for the message.
+        fields: Its fields.
+        tensors: The names of the tensors. Without them, only values that no model has are refused.
+        num_bytes: The size of the weights in bytes.
 
     Raises:
-        OSError: The file is damaged.
         ValueError: A value does not fit. The message names the file, the field, its value and the size of the weights.
     """
-    fields = read_object(path)
     _check_possible(path, fields)
-    if checkpoint is None:
+    if tensors is None:
         return
-    entries = checkpoint.entries
     # A layer of every backbone has at least four tensors.
-    layers = len(entries) // 4
-    if numbers := {match[1] for name in entries if (match := _LAYER_OF.match(name))}:
+    layers = len(tensors) // 4
+    if numbers := {match[1] for name in tensors if (match := _LAYER_OF.match(name))}:
         layers = min(layers, len(numbers))
-    num_bytes = checkpoint.num_bytes
     for name, value in _integers(fields):
         if _LAYERS.fullmatch(name) and value > layers + _MORE_LAYERS:
             raise ValueError(

@@ -16,8 +16,10 @@ from huggingface_hub.utils import httpx
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 
-from .side_files import TOKENIZER_FILES
+from attnres.utils.model_files import TOKENIZER_FILES
+
 from .sizes import check_sizes
+from .source_files import read_object
 
 SAVE_ONE = "save one there by AutoTokenizer.from_pretrained(SOURCE).save_pretrained(DIR)"
 
@@ -64,7 +66,7 @@ def _check_config(source: str | os.PathLike, revision: str | None) -> None:
         with suppress(OSError, HFValidationError, httpx.HTTPError):
             path = Path(hf_hub_download(str(source), CONFIG_NAME, revision=revision))
     if path.is_file():
-        check_sizes(path, None)
+        check_sizes(path, read_object(path))
 
 
 def _check_config_loads(source: str | os.PathLike, trust_remote_code: bool) -> None:

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,16 +19,15 @@ from transformers.utils import CONFIG_NAME
 
 from attnres.loading_attnres import added_by_kind, check_added, check_shapes
 from attnres.residual_attnres import FamilyWarning
+from attnres.utils.errors import about
 from attnres.utils.files import show_bytes
-from attnres.utils.hub import ADAPTER_CONFIG, check_path
 from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted
 
-from .checkpoint import Checkpoint, find, read_headers
-from .complete import explain_config, loading_report
+from .checkpoint import Checkpoint
+from .complete import loading_report
 from .kimi_k3 import check_kimi_k3, is_released
 from .shards import DTYPES
-from .sizes import check_sizes
 
 # A model may have `_MAX_RATIO` values for each value in the files, or `_ALWAYS_ALLOWED` in total. New residual
 # connections and buffers, such as tables of positions, are not in the files. They may be most of a small model.
@@ -87,7 +85,7 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
         revision: The branch, tag or commit on the Hub.
 
     Returns:
-        The headers, or None if they cannot be read. Loading the model then raises the error.
+        The checkpoint, or None if it has no headers to compare with. Loading the model then raises the error.
 
     Raises:
         OSError: A file is missing, truncated or damaged; or `source` is the directory of a training run.
@@ -95,22 +93,23 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
             message names the file, the field and its value. Or the directory holds Kimi K3, but the Auto classes would
             build another model from it.
     """
-    folder = Path(source)
-    if folder.is_dir():
-        check_path(source)
-    else:
-        try:
-            folder = find(source, revision)
-        except FileNotFoundError:
-            return None
-    if not (folder / CONFIG_NAME).is_file():
+    is_folder = os.path.isdir(source)
+    try:
+        checkpoint = Checkpoint.open(source, None if is_folder else revision)
+    except FileNotFoundError:
+        if is_folder:
+            raise
         return None
-    # `transformers` loads an adapter in the directory instead of the weights, onto a base from another checkpoint.
-    checkpoint = None if (folder / ADAPTER_CONFIG).is_file() else read_headers(folder)
-    check_sizes(folder / CONFIG_NAME, checkpoint)
-    with explain_config(folder):
-        check_kimi_k3(folder, source)
-    return checkpoint
+    if not checkpoint.config_path.is_file():
+        return None
+    if checkpoint.lacks_metadata:
+        raise OSError(
+            f"{checkpoint.weights_path} has no object `metadata`, so transformers cannot load the weights. Add "
+            f'`"metadata": {{}}` to it, or let `attnres convert` write a whole index.'
+        )
+    checkpoint.check_sizes()
+    check_kimi_k3(checkpoint)
+    return checkpoint if checkpoint.has_weights else None
 
 
 def check_before_loading(
@@ -145,7 +144,7 @@ def check_before_loading(
     if options.get("quantization_config") is None:
         options.pop("quantization_config", None)  # the one in `config.json` stays
     # Warnings about the configuration are repeated when the model is loaded.
-    with explain_config(checkpoint.folder), warnings.catch_warnings():
+    with about(checkpoint.config_path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The folder is local by now, so options about the Hub are not needed.
         config, _ = AutoConfig.from_pretrained(

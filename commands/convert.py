@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from attnres import ResidualConfig
-from attnres.checkpoints.checkpoint import broken_index, find
-from attnres.checkpoints.side_files import TOKENIZER_FILES
+from attnres.checkpoints.checkpoint import Checkpoint
+from attnres.checkpoints.copies import copyable
 from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.convert import write
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
 from attnres.conversion.plan import Plan
-from attnres.conversion.source import ConversionSource, open_source
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
 from attnres.publishing.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
 from attnres.utils.files import atomic_directory, show_bytes
@@ -31,7 +30,7 @@ from .choices import check_apart, describe_unread, shown
 def run_convert(
     source: str,
     target: Path,
-    make_plan: Callable[[ConversionSource], Plan],
+    make_plan: Callable[[Checkpoint], Plan],
     *,
     revision: str | None = None,
     verify: bool | None = None,
@@ -65,13 +64,14 @@ def run_convert(
             tensor or value.
     """
     console = Console(soft_wrap=True, highlight=False)
-    folder = find(source, revision)
-    check_apart(folder, target, source)
+    checkpoint = Checkpoint.open(source, revision)
+    check_apart(checkpoint.folder, target, source)
     texts = PROMPTS if text is None else [_read_text(text)]
     with atomic_directory(target, WRITTEN_MODEL, overwrite=overwrite) as stage:
         with TemporaryDirectory(dir=stage) as scratch:
             with status(console, "Reading the checkpoint ..."):
-                opened = open_source(folder, Path(scratch))
+                opened = copyable(checkpoint, Path(scratch))
+                _ = opened.generation_config  # the result gets these settings, so they must be valid
             plan = plan_kimi_k3(opened, flags, back) or make_plan(opened)
             console.print(_describe(plan))
             if plan.has_code and (remark := remark_on_blocks(plan.config, num_blocks)):
@@ -84,9 +84,10 @@ def run_convert(
                 console.print(f"{describe_unread(plan.unread, 'the source')} Copied unchanged and not verified.")
             for note in notes:
                 console.print(shown(note))
-        comparison = _verify(console, plan, stage, verify, texts)
+        result = Checkpoint(stage)
+        comparison = _verify(console, plan, result, verify, texts)
         if plan.has_code:
-            _write_card(plan, stage, source, target.name, comparison)
+            _write_card(plan, result, source, target.name, comparison)
     console.print(f"Written to [bold]{shown(str(target))}[/].")
 
 
@@ -137,7 +138,7 @@ def _attention(config: ResidualConfig) -> str:
     return f"{gate}{', value residuals' if config.value_residual else ''}"
 
 
-def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: FunctionComparison | None) -> None:
+def _write_card(plan: Plan, result: Checkpoint, source: str, name: str, comparison: FunctionComparison | None) -> None:
     """Write the model card. If the source has a card of this package, add this conversion to it."""
     folder, config = plan.checkpoint.folder, plan.config
     hub_id, commit = on_hub(folder, source)
@@ -154,13 +155,13 @@ def _write_card(plan: Plan, stage: Path, source: str, name: str, comparison: Fun
     else:
         parts.append(f"The result computed the same function as its source: {comparison}{_without_unread(plan)}.")
     step = " ".join(map(printable, parts))
-    has_tokenizer = any((stage / file).exists() for file in TOKENIZER_FILES)
-    subject = CardSubject(config, stage, name, has_tokenizer=has_tokenizer, layout=plan.describe_layout(stage))
+    layout = plan.describe_layout(result)
+    subject = CardSubject(config, result.folder, name, has_tokenizer=bool(result.tokenizer_files), layout=layout)
     write_card(add_step(new_card(folder, hub_id), step), subject)
 
 
 def _verify(
-    console: Console, plan: Plan, stage: Path, verify: bool | None, texts: Sequence[str]
+    console: Console, plan: Plan, result: Checkpoint, verify: bool | None, texts: Sequence[str]
 ) -> FunctionComparison | None:
     """Compare source and result. Print and return the comparison; return `None` if they are not compared.
 
@@ -176,7 +177,8 @@ def _verify(
     if verify is None and lacking:
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
         return None
-    if index := broken_index(plan.checkpoint.folder):
+    if plan.checkpoint.lacks_metadata:
+        index = plan.checkpoint.weights_path
         reason = (
             f"transformers cannot load the source, whose {index.name} has no object `metadata`. The result's has one"
         )
@@ -185,7 +187,7 @@ def _verify(
         console.print(f"Not verified: {reason}.")
         return None
     with status(console, "Comparing the two models on text ..."):
-        comparison = compare(plan.checkpoint.folder, stage, texts, plan.model_class)
+        comparison = compare(plan.checkpoint, result, texts, plan.model_class)
     label = "Verified" if comparison.is_same else "Not the same"
     console.print(f"{label}: {comparison}{_without_unread(plan)}")
     if plan.difference is not None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attnres.checkpoints.checkpoint import find
+from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.checkpoints.whole import check_source_sizes
 from attnres.eval import sandbox
@@ -70,7 +70,7 @@ def run_eval(options: EvalOptions) -> None:
     console = Console(soft_wrap=True, highlight=False)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise RuntimeError("attnres eval runs in one process. For several, use accelerate launch -m lm_eval.")
-    folders = {name: find(name) for name in filter(None, (options.model, options.baseline))}
+    folders = {name: Checkpoint.open(name).folder for name in filter(None, (options.model, options.baseline))}
     tokenizers = {}
     for name, folder in folders.items():
         # A model with a wrong configuration or without a tokenizer must fail before any data is loaded.

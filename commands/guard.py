@@ -12,13 +12,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-# Errors with messages for users, wherever they are raised.
-_FOR_USERS = (ImportError, OSError)
-# Errors with messages for users if this package raises them. From another package they are unforeseen.
-_FOR_USERS_IF_OURS = (ArithmeticError, RuntimeError, ValueError)
 _LOADING = "Loading PyTorch and Transformers ..."
 # The variables by which launchers number the processes of a run. Only the first process says what it loads.
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -131,41 +127,16 @@ def _describe(error: BaseException) -> str:
     """Return an error in one line. For an unforeseen error, write the traceback to a file that the line names."""
     import traceback
 
-    from attnres.utils.errors import is_lost_connection, why_not_written
-    from attnres.utils.wording import printable
+    from .errors import describe
 
-    text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
-    if isinstance(error, ModuleNotFoundError) and text.startswith("No module named"):
-        text = _name_extra(error, text)
-    # A name in the message may contain control characters, which could change the terminal.
-    text = printable(text)
     trace = "".join(traceback.format_exception(error))
     if _state.debug:
         print(trace, end="", file=sys.stderr)
-    if is_lost_connection(error):
-        return "attnres: another process of this run has ended; see its message."
-    if isinstance(error, _FOR_USERS) or (isinstance(error, _FOR_USERS_IF_OURS) and _is_ours(error.__traceback__)):
-        return f"attnres: {text or type(error).__name__}"
-    line = f"attnres: unforeseen {type(error).__name__}{text and ': '}{text}"
+    text, is_foreseen = describe(error)
+    if is_foreseen:
+        return f"attnres: {text}"
+    line = f"attnres: unforeseen {text}"
     return line if _state.debug else f"{line} ({_write(trace)})"
-
-
-def _name_extra(error: ModuleNotFoundError, text: str) -> str:
-    """Add to the message about a missing module the command that installs it, if an extra of this package has it."""
-    from attnres.utils.wording import extras_with, install_command
-
-    extras = extras_with((error.name or "").partition(".")[0])
-    if not extras:
-        return text
-    return f"{text}. It comes with `attnres[{extras[0]}]`: {install_command(extras[0])}"
-
-
-def _is_ours(trace: TracebackType | None) -> bool:
-    """Return whether the innermost frame of a traceback is in this package or its benchmarks."""
-    module = None
-    while trace is not None:
-        module, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
-    return module is not None and module.partition(".")[0] in ("attnres", "benchmarks")
 
 
 def _write(trace: str) -> str:

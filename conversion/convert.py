@@ -22,21 +22,21 @@ from transformers.utils import CONFIG_NAME
 
 from attnres import ResidualConfig
 from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.complete import complete_model, explain_config, has_head
-from attnres.checkpoints.shards import DTYPES, copy_shard, explain_writing
+from attnres.checkpoints.complete import complete_model, has_head
+from attnres.checkpoints.shards import DTYPES, copy_shard
 from attnres.checkpoints.side_files import copy_side_files
 from attnres.loading_attnres import added_by_kind
 from attnres.residual_attnres import ResidualConnection, residual_tensors
+from attnres.utils.errors import about
 from attnres.utils.files import check_space
 
 from .attention_gate import differs_from_ungated, is_gated
 from .family import DEFAULT_CONNECTION, added_tensors, backbone_config, retrofit_config, start_added
 from .plan import Plan
-from .source import ConversionSource
 from .value_residual import differs_from_unmixed
 
 
-def plan_retrofit(source: ConversionSource, residual: str = DEFAULT_CONNECTION, **options: Any) -> Plan:
+def plan_retrofit(source: Checkpoint, residual: str = DEFAULT_CONNECTION, **options: Any) -> Plan:
     """Plan to put other residual connections into a standard decoder, as [`attnres.conversion.retrofit`] does.
 
     Random initial values of a connection are the same every time.
@@ -53,26 +53,25 @@ def plan_retrofit(source: ConversionSource, residual: str = DEFAULT_CONNECTION, 
         ValueError: The backbone is not supported or has other connections already, or an option is not valid.
         FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
-    checkpoint = source.checkpoint
-    with explain_config(source.folder):
+    with about(source.config_path):
         config = retrofit_config(source.config, residual, **options)
     is_quantized = getattr(source.config, "quantization_config", None) is not None
     if is_gated(config) and not is_gated(source.config) and is_quantized:
         raise ValueError(f"{source.folder} is quantised, and its gates would load as quantised. Convert the original.")
-    model, unused = complete_model(checkpoint, config, lambda model: added_tensors(model, source.config).keys())
+    model, unused = complete_model(source, config, lambda model: added_tensors(model, source.config).keys())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        start_added(model, source.config, config.dtype or _stored_dtype(checkpoint))
+        start_added(model, source.config, config.dtype or _stored_dtype(source))
     added = {name: tensor.detach() for name, tensor in added_tensors(model, source.config).items()}
     # A standard member of the family may have kept trained tensors of connections, which it does not read.
-    dropped = frozenset(added.keys() & checkpoint.entries)
+    dropped = frozenset(added.keys() & source.entries)
     # The plans of gates and value residuals have refused starts that change the function.
     connections = {name: tensor for name, tensor in added.items() if name in residual_tensors(model)}
     difference = config.connection.differs_from_standard(config, connections)
-    return Plan(checkpoint, config, added, dropped, unused, difference, has_head(model))
+    return Plan(source, config, added, dropped, unused, difference, has_head(model))
 
 
-def plan_standard(source: ConversionSource) -> Plan:
+def plan_standard(source: Checkpoint) -> Plan:
     """Plan to undo a retrofit: the backbone's checkpoint, without the tensors that were added to it.
 
     Raises:
@@ -90,10 +89,10 @@ def plan_standard(source: ConversionSource) -> Plan:
     if difference:
         raise ValueError(f"no standard decoder computes the same function: {difference}.")
     dropped = frozenset(tensors | gates | values)
-    return Plan(source.checkpoint, backbone_config(config), dropped=dropped, unused=unused, has_head=has_head(model))
+    return Plan(source, backbone_config(config), dropped=dropped, unused=unused, has_head=has_head(model))
 
 
-def plan_change(source: ConversionSource, **options: Any) -> Plan:
+def plan_change(source: Checkpoint, **options: Any) -> Plan:
     """Plan to give the residual connections of a checkpoint other options under which the function stays the same.
 
     Args:
@@ -116,7 +115,7 @@ def plan_change(source: ConversionSource, **options: Any) -> Plan:
         )
     connections = {name: module for name, module in model.named_modules() if isinstance(module, ResidualConnection)}
     config.connection.plan_change(config, connections, **options)
-    return Plan(source.checkpoint, config, unused=unused, has_head=has_head(model))
+    return Plan(source, config, unused=unused, has_head=has_head(model))
 
 
 def write(
@@ -155,7 +154,7 @@ def write(
     ]
     check_space(target.parent, sum(shard.path.stat().st_size for shard in copied))
     plan.write_configuration(target)
-    notes = copy_side_files(checkpoint.folder, target, trust_remote_code, plan.has_legacy_settings, plan.code_folder)
+    notes = copy_side_files(checkpoint, target, trust_remote_code, plan.has_legacy_settings, plan.code_folder)
 
     names = plan.file_names([shard.path.name for shard in kept])
     weight_map = {}  # tensor -> file
@@ -177,7 +176,7 @@ def write(
         held = (entry.name for entry in shard.entries if entry.name not in dropped)
         weight_map |= {tensor: name for tensor in held if checkpoint.where.get(tensor) is shard}
     if plan.added:
-        with explain_writing(target / names[-1]):
+        with about(target / names[-1]):
             save_file(plan.added, target / names[-1], {"format": "pt"})
         weight_map |= dict.fromkeys(plan.added, names[-1])
     # `save_file` makes files that their owner alone may read. The result's files are as open as its configuration.
@@ -187,23 +186,23 @@ def write(
     return [*plan.notes, *notes]
 
 
-def _read_member(source: ConversionSource, remedy: str = "") -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
+def _read_member(source: Checkpoint, remedy: str = "") -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
     """Return a copy of the configuration of a model of the family, the model, and the names of unused tensors.
 
     The model is on the meta device, but the tensors that are added to its backbone are loaded. If the source is not of
     the family, `remedy` ends the message.
     """
-    checkpoint, config = source.checkpoint, deepcopy(source.config)  # a plan changes its fields
+    config = deepcopy(source.config)  # a plan changes its fields
     if not isinstance(config, ResidualConfig):
         raise ValueError(
             f"{source.folder} is of model type {config.model_type!r}, which has standard residual connections.{remedy}"
         )
-    model, unused = complete_model(checkpoint, config)
+    model, unused = complete_model(source, config)
     for name in chain(*added_by_kind(model)):
-        if name not in checkpoint.where:
+        if name not in source.where:
             raise ValueError(f"{source.folder} has no `{name}`: its attention gates are quantised.")
-        path = checkpoint.where[name].source
-        with safe_open(checkpoint.where[name].path, framework="pt") as file:
+        path = source.where[name].source
+        with safe_open(source.where[name].path, framework="pt") as file:
             tensor = file.get_tensor(name)
         if not tensor.is_floating_point():
             raise ValueError(f"`{name}` in {path} is {tensor.dtype}, but must be floating point.")

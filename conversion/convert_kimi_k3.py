@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import CONFIG_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
-from attnres.checkpoints.checkpoint import lacks_metadata, open_checkpoint
+from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.complete import complete_model, has_head
 from attnres.checkpoints.kimi_k3 import count_parameters, describe_layout, is_packed, model_class
 from attnres.checkpoints.shards import Entry
@@ -32,7 +32,6 @@ from attnres.travelling import write_used_code
 from attnres.utils.model_files import RECORD
 
 from .plan import Plan
-from .source import ConversionSource
 
 # Fields of the text model that a composite `config.json` repeats.
 _REPEATED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
@@ -82,9 +81,9 @@ class KimiK3Plan(Plan):
         """The class of Kimi K3: the Auto classes cannot load every source; see the base class."""
         return model_class(self.has_head)
 
-    def describe_layout(self, target: Path) -> str | None:
+    def describe_layout(self, result: Checkpoint) -> str | None:
         """Return a sentence on the layout of the written weights; see the base class."""
-        return describe_layout(self.config, open_checkpoint(target, target))
+        return describe_layout(self.config, result)
 
     def new_name(self, name: str) -> str:
         """Return a tensor's name in the result; see the base class."""
@@ -111,19 +110,18 @@ class KimiK3Plan(Plan):
 
     def write_index(self, target: Path, names: Sequence[str], weight_map: dict[str, str]) -> None:
         """Write the source's index if it has one, with the names of the result's tensors; see the base class."""
-        path = self.checkpoint.folder / SAFE_WEIGHTS_INDEX_NAME
-        if self.checkpoint.is_temporary or not path.exists() or lacks_metadata(path):
+        index, path = self.checkpoint.index, self.checkpoint.weights_path
+        if self.checkpoint.is_temporary or index is None or path is None or self.checkpoint.lacks_metadata:
             super().write_index(target, names, weight_map)
         elif not (self.adds_prefix or self.removes_prefix):
             shutil.copyfile(path, target / path.name)
         else:
             # The order of its tensors and its metadata stay.
-            index = read_object(path)
-            index["weight_map"] = {self.new_name(name): file for name, file in index["weight_map"].items()}
-            (target / path.name).write_text(json.dumps(index, indent=2) + "\n")
+            renamed = {self.new_name(name): file for name, file in index["weight_map"].items()}
+            (target / path.name).write_text(json.dumps(index | {"weight_map": renamed}, indent=2) + "\n")
 
 
-def plan_kimi_k3(source: ConversionSource, flags: Collection[str] = (), back: str | None = None) -> KimiK3Plan | None:
+def plan_kimi_k3(source: Checkpoint, flags: Collection[str] = (), back: str | None = None) -> KimiK3Plan | None:
     """Plan the conversion of Kimi K3; return None for any other model, which has plans of another kind.
 
     Args:
@@ -141,7 +139,7 @@ def plan_kimi_k3(source: ConversionSource, flags: Collection[str] = (), back: st
     return _plan_loadable(source) if back is None else _plan_release(source)
 
 
-def _check_options(source: ConversionSource, flags: Collection[str], back: str | None) -> None:
+def _check_options(source: Checkpoint, flags: Collection[str], back: str | None) -> None:
     """Raise ValueError if options of a conversion do not fit its source."""
     folder, config = source.folder, source.config
     if not isinstance(config, AttnResKimiK3Config):
@@ -162,23 +160,23 @@ def _check_options(source: ConversionSource, flags: Collection[str], back: str |
         )
 
 
-def _plan_loadable(source: ConversionSource) -> KimiK3Plan:
+def _plan_loadable(source: Checkpoint) -> KimiK3Plan:
     """Plan to make a directory that the Auto classes load, with every tensor as it is.
 
     A `config.json` of the text model alone becomes that of the composite model, whose tensors have a prefix.
     """
     config, head, unused = _check(source)
-    adds_prefix = not prefix_of(source.checkpoint.entries)
-    released = read_object(source.folder / CONFIG_NAME)
+    adds_prefix = not prefix_of(source.entries)
+    released = source.fields
     fields = _loadable_config(released)
     texts = {CONFIG_NAME: json_text(fields)}
-    if not source.checkpoint.is_temporary:  # otherwise the result has other tensors than the source
-        texts[RECORD] = _make_record(source.folder, adds_prefix)
+    if not source.is_temporary:  # otherwise the result has other tensors than the source
+        texts[RECORD] = _make_record(source, adds_prefix)
     config.auto_map = fields["auto_map"]
     left = _names_of_code(released) if released.get(AUTO_MAP) != fields[AUTO_MAP] else []
     note = f"Left out: {' and '.join(left)} of {CONFIG_NAME}. The result loads by the code of this package alone."
     return KimiK3Plan(
-        source.checkpoint,
+        source,
         config,
         unused=unused,
         has_head=head,
@@ -188,15 +186,15 @@ def _plan_loadable(source: ConversionSource) -> KimiK3Plan:
     )
 
 
-def _plan_release(source: ConversionSource) -> KimiK3Plan:
+def _plan_release(source: Checkpoint) -> KimiK3Plan:
     """Plan to undo [`_plan_loadable`]: the released `config.json` and tensors, without the code of this package.
 
     Where `config.json` was changed since, or there is no record of the released one, its present fields stay.
     """
     config, head, unused = _check(source)
-    path, record = source.folder / CONFIG_NAME, _read_record(source.folder)
+    path, record = source.config_path, _read_record(source)
     if record is None:
-        fields = read_object(path)
+        fields = source.fields
         reason = "No record of the release"
         if (source.folder / RECORD).exists():
             reason = f"{path} was changed since the conversion"
@@ -208,7 +206,7 @@ def _plan_release(source: ConversionSource) -> KimiK3Plan:
         files = _files_of_code(json.loads(text), source.folder / RECORD)
         notes = [f"Copy these files from the release: {', '.join(files)}."] if files else []
     return KimiK3Plan(
-        source.checkpoint,
+        source,
         config,
         unused=unused,
         has_head=head,
@@ -219,10 +217,10 @@ def _plan_release(source: ConversionSource) -> KimiK3Plan:
     )
 
 
-def _check(source: ConversionSource) -> tuple[PreTrainedConfig, bool, frozenset[str]]:
+def _check(source: Checkpoint) -> tuple[PreTrainedConfig, bool, frozenset[str]]:
     """Check that a source is whole; return a copy of its configuration, whether it has a head, and unused tensors."""
     config = deepcopy(source.config)
-    model, unused = complete_model(source.checkpoint, config)
+    model, unused = complete_model(source, config)
     return config, has_head(model), unused
 
 
@@ -274,33 +272,33 @@ def _loadable_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"architectures": ["KimiK3ForConditionalGeneration"], **added, **outer, "text_config": text}
 
 
-def _make_record(folder: Path, has_new_prefix: bool) -> str:
+def _make_record(source: Checkpoint, has_new_prefix: bool) -> str:
     """Return the content of the file `RECORD`, by which a conversion back restores `config.json` and names.
 
     Args:
-        folder: The source's directory.
+        source: The checkpoint.
         has_new_prefix: Whether the result's tensors have a prefix that those of the source do not have.
     """
-    text = (folder / CONFIG_NAME).read_bytes().decode()  # `read_text` would change line ends
+    text = source.config_path.read_bytes().decode()  # `read_text` would change line ends
     return json_text({"text_of_config.json": text, "prefix_added": PREFIX if has_new_prefix else ""})
 
 
-def _read_record(folder: Path) -> tuple[str, str] | None:
+def _read_record(source: Checkpoint) -> tuple[str, str] | None:
     """Return the text of the released `config.json` and the prefix that a conversion added to names of tensors.
 
     It is None if the directory has no record, or if its `config.json` was changed since: by a run that trained the
     model, for example.
 
     Args:
-        folder: The directory.
+        source: The checkpoint.
 
     Raises:
         OSError: The record is damaged.
     """
-    path = folder / RECORD
+    path = source.folder / RECORD
     if not path.exists() and not path.is_symlink():
         return None
-    check_file(folder, path)
+    check_file(source.folder, path)
     record = read_object(path)
     text, prefix = record.get("text_of_config.json"), record.get("prefix_added")
     try:
@@ -310,7 +308,7 @@ def _read_record(folder: Path) -> tuple[str, str] | None:
         is_whole = False
     if not is_whole:
         raise OSError(f"{path} is damaged. Copy it again, or remove it.")
-    return (text, prefix) if _loadable_config(fields) == read_object(folder / CONFIG_NAME) else None
+    return (text, prefix) if _loadable_config(fields) == source.fields else None
 
 
 __all__ = ["KimiK3Plan", "plan_kimi_k3"]

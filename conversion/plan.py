@@ -92,7 +92,7 @@ class Plan:
         """The class that loads both source and result; None if each is loaded by an Auto class."""
         return None
 
-    def describe_layout(self, target: Path) -> str | None:
+    def describe_layout(self, result: Checkpoint) -> str | None:
         """Return a sentence for the model card on the layout of the written weights; None if it needs none."""
         return None
 

@@ -8,21 +8,18 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     MODEL_MAPPING,
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
 )
 
-from attnres.checkpoints.side_files import TOKENIZER_FILES
+from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.residual_attnres import FamilyWarning
 from attnres.utils.memory import free_memory
 from attnres.utils.quiet import quiet_transformers
@@ -76,16 +73,16 @@ class FunctionComparison:
 
 
 def compare(
-    source: str | os.PathLike,
-    result: str | os.PathLike,
+    source: Checkpoint | str | os.PathLike,
+    result: Checkpoint | str | os.PathLike,
     texts: Sequence[str] = PROMPTS,
     model_class: type[PreTrainedModel] | None = None,
 ) -> FunctionComparison:
     """Run both models on texts in float32, and compare their logits. Quantised models run as they are.
 
     Args:
-        source: The directory of one model.
-        result: The directory of the other.
+        source: The checkpoint of one model, or its directory.
+        result: That of the other.
         texts: The texts. Without a tokenizer, random tokens replace the built-in prompts.
         model_class: The class to load both by. By default an Auto class, which goes by the result's configuration.
 
@@ -96,16 +93,15 @@ def compare(
         ValueError: A tokenizer fails, the two give different tokens, or the texts have fewer than two tokens; or there
             is no tokenizer, and `texts` are not the built-in prompts.
     """
+    source, result = (c if isinstance(c, Checkpoint) else Checkpoint(c) for c in (source, result))
     with quiet_transformers():
-        config_class = AutoConfig if model_class is None else model_class.config_class
-        vocab_size = config_class.from_pretrained(source, trust_remote_code=False).vocab_size
-        config = config_class.from_pretrained(result, trust_remote_code=False)
+        vocab_size, config = source.config.vocab_size, result.config
         # A source may name any class in `architectures`; the result names the one that was converted.
         is_decoder = model_class is None and config.architectures == [MODEL_MAPPING[type(config)].__name__]
         auto_class = model_class or (AutoModel if is_decoder else AutoModelForCausalLM)
         sequences, result_sequences = _token_ids(source, texts), _token_ids(result, texts)
         if sequences is None and texts is not PROMPTS:
-            raise ValueError(f"{source} has no tokenizer that loads here, and a text needs one.")
+            raise ValueError(f"{source.name} has no tokenizer that loads here, and a text needs one.")
         if sequences is None:
             sequences = list(torch.randint(vocab_size, (4, 64), generator=torch.Generator().manual_seed(0)))
         elif (
@@ -113,13 +109,13 @@ def compare(
             or len(result_sequences) != len(sequences)
             or not all(map(torch.equal, sequences, result_sequences))
         ):
-            raise ValueError(f"the tokenizers of {source} and {result} differ.")
+            raise ValueError(f"the tokenizers of {source.name} and {result.name} differ.")
         largest = max(sequence.max().item() for sequence in sequences)
         if largest >= vocab_size:
             raise ValueError(
-                f"the tokenizer of {source} gives token {largest}, but the model has only {vocab_size} tokens."
+                f"the tokenizer of {source.name} gives token {largest}, but the model has only {vocab_size} tokens."
             )
-        expected, actual = (_logits(folder, sequences, auto_class) for folder in (source, result))
+        expected, actual = (_logits(checkpoint.folder, sequences, auto_class) for checkpoint in (source, result))
     # The logarithms are taken in float64, for 64 tokens at a time to save memory.
     divergences, matches = [], []
     for source_logits, result_logits in zip(expected, actual):
@@ -142,18 +138,16 @@ def missing_memory(num_parameters: int) -> int:
     return max(0, 4 * num_parameters + 16 * MAX_LOGITS - free_memory())
 
 
-def _token_ids(folder: str | os.PathLike, texts: Sequence[str]) -> list[Tensor] | None:
+def _token_ids(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Tensor] | None:
     """Return the texts as token ids `[length]`, cut into pieces of `MAX_LENGTH`; None without a tokenizer."""
-    if not any((Path(folder) / name).exists() for name in TOKENIZER_FILES):
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (ImportError, OSError, ValueError):  # it needs a package that is not installed, or code that is not trusted
+    if (tokenizer := checkpoint.tokenizer) is None:
         return None
     try:
         ids = [torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long) for text in texts]
     except Exception as error:  # `tokenizers` raises nothing more special
-        raise ValueError(f"the tokenizer of {folder} fails: {error}. --no-verify skips the comparison.") from error
+        raise ValueError(
+            f"the tokenizer of {checkpoint.name} fails: {error}. --no-verify skips the comparison."
+        ) from error
     pieces = [piece for text in ids for piece in text.split(MAX_LENGTH) if len(piece) > 1]
     if not pieces:
         raise ValueError("the text must have at least two tokens.")

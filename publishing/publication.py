@@ -9,21 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from huggingface_hub import EvalResultEntry, get_token
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.checkpoints import kimi_k3
-from attnres.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from attnres.checkpoints.complete import complete_model, read_config
+from attnres.checkpoints.checkpoint import Checkpoint
+from attnres.checkpoints.complete import complete_model
+from attnres.checkpoints.copies import check_files_of_weights, unpublished_model
 from attnres.checkpoints.shards import DTYPES, copy_shard
-from attnres.checkpoints.side_files import TOKENIZER_FILES
 from attnres.checkpoints.source_code import AUTO_MAP, code_fields, module_of, references, with_imports
 from attnres.checkpoints.source_files import check_file, read_json, read_object
-from attnres.conversion.source import unpublished_model
 from attnres.utils.hub import check_path, is_adapter
+from attnres.utils.model_files import TOKENIZER_FILES
 from attnres.utils.wording import counted
 
 from .cards import CARD, CardSubject, complete, new_card, read_card
@@ -143,23 +142,23 @@ def plan_publication(
 def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint, frozenset[str]]:
     """Return a model's configuration, its weights, and the tensors it does not use. Check that it is complete."""
     check_path(folder)
-    if not any(folder.glob("model*.safetensors")):
+    checkpoint = Checkpoint(folder)
+    if checkpoint.weights_path is None or "safetensors" not in checkpoint.weights_path.name:
         raise FileNotFoundError(f"{folder} has no model*.safetensors. Save the model there by `save_pretrained`.")
-    with TemporaryDirectory() as scratch:
-        checkpoint = open_checkpoint(folder, Path(scratch))
-        config = read_config(checkpoint)
-        kimi_k3.check_kimi_k3(folder, folder)
-        if not isinstance(config, ResidualConfig):
-            raise ValueError(
-                f"{folder} is of model type {config.model_type!r}, which is not of the attnres family. Use `hf upload`."
-            )
-        if unpublished_model(checkpoint, config) is not None:
-            raise ValueError(
-                f"{folder} is a training checkpoint. Publish the model that the run writes at its end, or load this "
-                "checkpoint by `from_pretrained` and save it by `save_pretrained`, which gives its tensors their "
-                "published names."
-            )
-        _, unused = complete_model(checkpoint, config)
+    check_files_of_weights(checkpoint)
+    config = checkpoint.config
+    kimi_k3.check_kimi_k3(checkpoint)
+    if not isinstance(config, ResidualConfig):
+        raise ValueError(
+            f"{folder} is of model type {config.model_type!r}, which is not of the attnres family. Use `hf upload`."
+        )
+    if unpublished_model(checkpoint) is not None:
+        raise ValueError(
+            f"{folder} is a training checkpoint. Publish the model that the run writes at its end, or load this "
+            "checkpoint by `from_pretrained` and save it by `save_pretrained`, which gives its tensors their "
+            "published names."
+        )
+    _, unused = complete_model(checkpoint, config)
     return config, checkpoint, unused
 
 

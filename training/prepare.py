@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from attnres import ResidualConfig
-from attnres.checkpoints.checkpoint import find
+from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.generation_settings import check_generation_saving
 from attnres.checkpoints.source_code import CODE_FIELDS
 from attnres.checkpoints.whole import Part, check_memory, load_whole
@@ -130,10 +130,10 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
             "command. To train it as it is, use the recipe `finetune`."
         )
     with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
-        folder = find(recipe.model)
+        checkpoint = Checkpoint.open(recipe.model)
         # Checkpoints of an adapter hold no settings of generation.
         is_saved = recipe.lora is None or recipe.merge
-        check_generation_saving(folder, _special_tokens(recipe) if is_saved else {})
+        check_generation_saving(checkpoint, _special_tokens(recipe) if is_saved else {})
 
 
 def _special_tokens(recipe: Recipe) -> dict[str, Any]:
@@ -277,7 +277,8 @@ def identify_model(recipe: Recipe) -> dict[str, str]:
         return {}
     if not folder.is_dir():
         with contextlib.suppress(FileNotFoundError):
-            return {"model": f"{COMMIT}{find(recipe.model).name}"}  # the folder of a snapshot has this name
+            commit = Checkpoint.open(recipe.model).folder.name  # the folder of a snapshot has this name
+            return {"model": f"{COMMIT}{commit}"}
         return {}
     paths = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
     return {"model": repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths])}

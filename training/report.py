@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import attnres
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.analysis.loss_figures import plot_loss_curves
-from attnres.checkpoints.checkpoint import read_headers
+from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.kimi_k3 import describe_left_out
 from attnres.configuration import names
 from attnres.configuration.counting import count_stored
@@ -217,10 +217,9 @@ def _describe_left_out(config: ResidualConfig, source: str, commit: str | None) 
             if Path(source).is_dir()
             else Path(snapshot_download(source, revision=commit, local_files_only=True))
         )
-        checkpoint = read_headers(folder)
+        return describe_left_out(Checkpoint(folder))
     except (OSError, ValueError):  # it was changed or removed since the run began
         return None
-    return None if checkpoint is None else describe_left_out(checkpoint)
 
 
 def _describe_training(recipe: Recipe, results: Mapping[str, Any], processes: int) -> str:

@@ -1,8 +1,10 @@
-"""Recognise and explain errors of disks and of other processes."""
+"""Name the file that an error is about, and recognise errors of disks and of other processes."""
 
 import errno
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _ERRNO = re.compile(r"\(os error (\d+)\)")
 # Messages of `torch.save` for a file that it could not write in full. They do not give the reason.
@@ -15,6 +17,30 @@ _LOST = re.compile(
 )
 # And if a peer has not answered within the limit.
 _TOO_LONG = re.compile(r"timed out|wait timeout", re.IGNORECASE)
+
+
+@contextmanager
+def about(subject: str | os.PathLike, remedy: str = "") -> Iterator[None]:
+    """Note on errors of the block what it works on, unless their messages name it.
+
+    Many errors of libraries do not name the file. A note keeps an error's type and message. The command line prints the
+    notes at the end of its line, and takes an error with a note for one with a message for users.
+
+    Args:
+        subject: The file, directory or Hub id.
+        remedy: What the user can do, as a sentence.
+    """
+    try:
+        yield
+    except Exception as error:
+        if str(subject) not in str(error):
+            error.add_note(f"(in {subject}){remedy and ' '}{remedy}")
+        raise
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes on an error that [`about`] has added, each in one line."""
+    return [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
 
 
 def why_not_written(error: BaseException) -> str:
@@ -53,4 +79,4 @@ def is_timeout(error: BaseException) -> bool:
     return several and not isinstance(error, OSError) and _TOO_LONG.search(str(error)) is not None
 
 
-__all__ = ["is_lost_connection", "is_timeout", "why_not_written"]
+__all__ = ["about", "is_lost_connection", "is_timeout", "notes_of", "why_not_written"]

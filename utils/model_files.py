@@ -29,6 +29,8 @@ TOKENIZER_PATTERNS = (
     "chat_template*.json",
     "additional_chat_templates/*.jinja",
 )
+# A directory with a tokenizer has at least one of these.
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _LICENCES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
 OTHER_PATTERNS = (
     "generation_config.json",
@@ -133,6 +135,7 @@ __all__ = [
     "RECORD",
     "SIDE_FILES",
     "SOURCE_CODE",
+    "TOKENIZER_FILES",
     "TOKENIZER_PATTERNS",
     "WRITTEN_ADAPTER",
     "WRITTEN_DEMO",

@@ -45,7 +45,7 @@ def stop_before(owner: object, name: str, reached: int, call: int = 1, if_named:
 
 
 MOMENTS = {
-    "reading": lambda reached: stop_before(command, "open_source", reached),
+    "reading": lambda reached: stop_before(command, "copyable", reached),
     "copying": lambda reached: stop_before(convert, "copy_shard", reached, call=3),
     "adding": lambda reached: stop_before(convert, "save_file", reached),
     "verifying": lambda reached: stop_before(command, "compare", reached),

@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
+from attnres.checkpoints.checkpoint import Checkpoint
+from attnres.checkpoints.copies import copyable
 from attnres.conversion import retrofit
 from attnres.conversion.convert import plan_retrofit, plan_standard, write
 from attnres.conversion.plan import Plan
-from attnres.conversion.source import open_source
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.declared import declared_connections
 
@@ -36,7 +37,7 @@ def write_plan(plan: Plan, folder) -> None:
 
 def open_at(folder, tmp_path):
     (tmp_path / "scratch").mkdir(exist_ok=True)
-    return open_source(folder, tmp_path / "scratch")
+    return copyable(Checkpoint(folder), tmp_path / "scratch")
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: ",".join(form.values()))

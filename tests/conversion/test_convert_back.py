@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres.attn_res_attnres import AttnRes
+from attnres.checkpoints.checkpoint import Checkpoint
+from attnres.checkpoints.copies import copyable
 from attnres.conversion import retrofit
 from attnres.conversion.convert import plan_change
-from attnres.conversion.source import open_source
 from attnres.residual_attnres import residual_tensors
 
 from .checkpoints import (
@@ -199,7 +200,7 @@ def test_regrouping_is_allowed_exactly_where_the_logits_stay(sizes, scale, train
     stays = bool((after - before).abs().max() <= 1e-5 * before.abs().max())
     with tempfile.TemporaryDirectory() as folder:
         old.save_pretrained(folder)
-        source = open_source(Path(folder), Path(folder))
+        source = copyable(Checkpoint(Path(folder)), Path(folder))
         try:
             plan = plan_change(source, block_size=sizes[1])
         except ValueError as error:

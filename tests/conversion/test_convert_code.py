@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from attnres.checkpoints.checkpoint import Checkpoint
+from attnres.checkpoints.copies import copyable
 from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard, write
-from attnres.conversion.source import open_source
 
 from .checkpoints import change_json, convert, convert_well, files_of, save_tokenizer, standard_model
 
@@ -43,7 +44,7 @@ def convert_trusting(source: Path, target: Path, plan=plan_retrofit, trust: bool
     """Write a conversion with its code, and return the notes for the user."""
     target.mkdir()
     (target.parent / "scratch").mkdir(exist_ok=True)
-    made = plan(open_source(source, target.parent / "scratch"), **options)
+    made = plan(copyable(Checkpoint(source), target.parent / "scratch"), **options)
     return write(made, target, trust_remote_code=trust)
 
 

@@ -106,7 +106,7 @@ def test_a_broken_connection_is_reported_in_one_line(monkeypatch):
 
     monkeypatch.setattr(checkpoint, "snapshot_download", snapshot_download)
     with pytest.raises(FileNotFoundError, match=r"the Hub does not give it: .* Connection reset by peer"):
-        checkpoint.find("lab/model")
+        checkpoint.Checkpoint.open("lab/model")
 
 
 def test_two_revisions_give_two_models(folder):
