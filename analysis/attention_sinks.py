@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +91,7 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
 
 
 @contextmanager
-def _eager(model: PreTrainedModel) -> Iterator[None]:
+def _eager(model: PreTrainedModel) -> Generator[None]:
     """Use the `eager` implementation of attention within the block."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")

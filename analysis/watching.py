@@ -5,7 +5,7 @@ output to that state. All measurements of the depth intercept these two operatio
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -78,7 +78,7 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def measuring(model: nn.Module) -> Iterator[None]:
+def measuring(model: nn.Module) -> Generator[None]:
     """Put the model into evaluation mode and turn compiled code off within the block.
 
     Args:
@@ -101,7 +101,7 @@ def watched(
     model: nn.Module,
     read: Callable[..., tuple[Tensor, Tensor | None, Any]] | None = None,
     write: Callable[..., Any] | None = None,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Replace the read and the write of all residual connections within the block, for passes of this thread.
 
     The inference plan, which reads without calling the connections, is off within the block.
@@ -186,7 +186,7 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 @contextmanager
-def _replaced(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def _replaced(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Generator[None]:
     """Replace a method of one module within the block. The replacement is called with the method as first argument."""
     original, is_on_instance = getattr(module, name), name in vars(module)
     setattr(module, name, partial(replacement, original))
