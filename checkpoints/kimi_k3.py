@@ -20,7 +20,6 @@ from transformers.utils import CONFIG_NAME
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.kimi_k3_configuration_attnres import COMPOSITE
 from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, released_shapes
-from attnres.kimi_linear_configuration_attnres import is_kimi_k3
 from attnres.residual_attnres import FamilyWarning
 
 from .checkpoint import Checkpoint

@@ -1,6 +1,6 @@
 """Turn errors of `transformers` on models that cannot be loaded into errors of one line, for several commands."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pickle import UnpicklingError
 
@@ -14,7 +14,7 @@ _LOADING_ERRORS = (
 
 
 @contextmanager
-def in_one_line(name: str, part: str) -> Iterator[None]:
+def in_one_line(name: str, part: str) -> Generator[None]:
     """Turn loading errors within the block into a `ValueError` of one line.
 
     Args:

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,7 +136,7 @@ def _measurements(names: list[str], read: Callable[[str], bytes]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
+def _without_bars() -> Generator[None]:
     """Turn off the progress bars of `huggingface_hub`, which fill a log file with lines."""
     disable_progress_bars()
     try:

@@ -8,7 +8,7 @@ needed. `ResidualDecoderLayer.forward` is the way of the state through one layer
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,11 @@ def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublay
         module.add_module(f"{name}_norm", ResidualNorm(config.hidden_size))
 
 
-class ResidualDecoderLayer:
+# A decoder layer has its backbone's class after the mixin, so a type checker sees what all modules have.
+_AnyLayer = nn.Module if TYPE_CHECKING else object
+
+
+class ResidualDecoderLayer(_AnyLayer):
     """Mixin of a backbone's decoder layer that runs its sublayers, as declared in `BACKBONES`, on the depth state."""
 
     sublayers: Sublayers
@@ -204,6 +208,7 @@ class ResidualModel(ResidualPreTrainedModel):
     """Mixin of a backbone's decoder, such as `LlamaModel`."""
 
     layer_class: type[ResidualDecoderLayer]
+    layers: nn.ModuleList
 
     def __init__(self, config: ResidualConfig):
         config.check_fields()

@@ -8,7 +8,7 @@ from functools import partial, wraps
 from inspect import signature
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,11 @@ FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
 _MIXINS = f"{__name__.rpartition('.')[0]}.decoder_attnres"
 
 
-class ResidualPreTrainedModel:
+# A class of the family has its backbone's class after the mixin, so a type checker sees what all models have.
+_AnyModel = PreTrainedModel if TYPE_CHECKING else object
+
+
+class ResidualPreTrainedModel(_AnyModel):
     """Mixin of a backbone's `PreTrainedModel`: loading, saving, dtypes, and records of hidden states."""
 
     config: ResidualConfig

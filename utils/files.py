@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -59,7 +59,7 @@ def entries_beyond(folder: Path, is_part: Callable[[str], bool]) -> list[str]:
 
 
 @contextlib.contextmanager
-def explain_full_disk(path: Path) -> Iterator[None]:
+def explain_full_disk(path: Path) -> Generator[None]:
     """Add the name of a file to the errors of a full disk, a quota and a limit of file sizes, which do not name it.
 
     Args:
@@ -117,7 +117,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def atomic_directory(out: str | os.PathLike, written: Written, *, overwrite: bool) -> Iterator[Path]:
+def atomic_directory(out: str | os.PathLike, written: Written, *, overwrite: bool) -> Generator[Path]:
     """Make a temporary directory `.{name}.partial` beside `out`, and rename it to `out` when the block ends.
 
     If the block fails, the temporary directory is removed and `out` stays as it was. If the process is killed, the next
@@ -221,7 +221,7 @@ def _existing(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def parents(out: Path) -> Iterator[None]:
+def parents(out: Path) -> Generator[None]:
     """Make the folders above `out`. When the block ends, remove the new ones that are still empty."""
     new = [parent for parent in out.parents if not parent.exists()]
     try:
@@ -234,7 +234,7 @@ def parents(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, out: Path, wait: bool = False) -> Iterator[None]:
+def locked(path: Path, out: Path, wait: bool = False) -> Generator[None]:
     """Hold a lock file while the block runs, so that only this process writes to `out`. Then remove the file.
 
     Args:
