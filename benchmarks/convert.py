@@ -25,7 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
-from attnres.conversion.convert import plan_retrofit, write
+from attnres.conversion.convert import plan_retrofit
+from attnres.conversion.plan import write
 
 SHARD_BYTES = 500 * 10**6
 RESULTS = Path(__file__).parent / "results" / "convert.json"

@@ -5,7 +5,7 @@ Weights are read only to copy them, in pieces of `CHUNK` bytes. Each piece is ch
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -93,7 +93,7 @@ def copy_shard(
     *,
     dropped: Collection[str] = (),
     unused: Collection[str] = (),
-    rename: Callable[[str], str] = str,
+    rename: Mapping[str, str] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
     check: Callable[[torch.Tensor, Entry, Path], None] | None = None,
 ) -> None:
@@ -104,7 +104,7 @@ def copy_shard(
         target: The file to write; None to check the values only.
         dropped: The names of tensors to leave out.
         unused: The names of tensors that the model does not use. They may hold NaN.
-        rename: Returns the name that a tensor gets in the target. By default it keeps its name.
+        rename: The names that tensors get in the target, by name. By default they keep their names.
         on_bytes: A function that gets the number of bytes of each piece.
         check: A function that checks a piece of a tensor of integers: uint8, the tensor's entry, and the file that a
             message names.
@@ -114,10 +114,11 @@ def copy_shard(
         OSError: The shard ends early, or the target cannot be written.
     """
     kept = [entry for entry in shard.entries if entry.name not in dropped]
-    keeps_header = len(kept) == len(shard.entries) and all(rename(entry.name) == entry.name for entry in kept)
+    names = [entry.name if rename is None else rename[entry.name] for entry in kept]
+    keeps_header = names == [entry.name for entry in shard.entries]
     path = target or Path(os.devnull)
     with open(shard.path, "rb") as source, path.open("wb") as sink:
-        header = source.read(shard.data_start) if keeps_header else _make_header(kept, shard.metadata, rename)
+        header = source.read(shard.data_start) if keeps_header else _make_header(kept, shard.metadata, names)
         with about(path):
             sink.write(header)
         for entry in kept:
@@ -153,13 +154,13 @@ def read_pieces(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryvi
         yield chunk
 
 
-def _make_header(entries: list[Entry], metadata: dict[str, str], rename: Callable[[str], str]) -> bytes:
-    """Return the header of a safetensors file that holds these tensors one after the other, in the library's form."""
+def _make_header(entries: list[Entry], metadata: dict[str, str], names: list[str]) -> bytes:
+    """Return the header of a safetensors file that holds tensors one after the other under new names."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
-    for entry in entries:
+    for entry, name in zip(entries, names):
         size = entry.end - entry.start
-        header[rename(entry.name)] = {
+        header[name] = {
             "dtype": entry.dtype,
             "shape": entry.shape,
             "data_offsets": [offset, offset + size],

@@ -5,7 +5,9 @@ by `source_code.py`, if the user trusts it.
 """
 
 import shutil
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -57,12 +59,13 @@ def copy_side_files(
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
         if path.suffix == ".json":
-            notes += _settle_code(path, copy, folder, target, trust_remote_code, code_folder)
+            content = deepcopy(checkpoint.tokenizer_config) if path.name == TOKENIZER_CONFIG else read_json(path)
+            notes += _settle_code(content, path, copy, target, trust_remote_code, code_folder)
     if has_legacy_settings and checkpoint.generation_path == checkpoint.config_path:
         # `transformers` reads the settings of older models from `config.json`, but does not write them there.
         path = target / GENERATION_CONFIG_NAME
         checkpoint.generation_config.to_json_file(path)
-        notes += _settle_code(path, path, folder, target, trust_remote_code, code_folder)
+        notes += _settle_code(read_json(path), folder / path.name, path, target, trust_remote_code, code_folder)
     if loaded is not None:
         _name_tokenizer_class(type(loaded).__name__, target)
         backend = getattr(loaded, "backend_tokenizer", None)
@@ -83,17 +86,26 @@ def _side_files(folder: Path) -> dict[Path, bool]:
 
 
 def _settle_code(
-    path: Path, copy: Path, folder: Path, target: Path, trust_remote_code: bool, code_folder: str
+    content: Any, path: Path, copy: Path, target: Path, trust_remote_code: bool, code_folder: str
 ) -> list[str]:
-    """Copy the code that a JSON file refers to, or remove the references from its copy. Return notes for the user."""
-    content, name = read_json(path), shown(path.name)
+    """Copy the code that a JSON file refers to, or remove the references from its copy. Return notes for the user.
+
+    Args:
+        content: The content of the file, which is changed.
+        path: The file of the source.
+        copy: Its copy.
+        target: The result's directory.
+        trust_remote_code: As in [`copy_side_files`].
+        code_folder: As in [`copy_side_files`].
+    """
+    name = shown(path.name)
     holders = code_fields(content)
     referred, files = [], []
     for fields, key in holders:
         if key == AUTO_MAP:
             referred += references(fields, path)
         if key == AUTO_MAP and trust_remote_code:
-            fields[key], copied = copy_code(fields[key], folder, target, code_folder)
+            fields[key], copied = copy_code(fields[key], path.parent, target, code_folder)
             files += copied
         else:
             del fields[key]

@@ -14,9 +14,8 @@ from attnres import ResidualConfig
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
 from attnres.commands.connections import remark_on_blocks
-from attnres.conversion.convert import write
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
-from attnres.conversion.plan import Plan
+from attnres.conversion.plan import Plan, write
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
 from attnres.publishing.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
 from attnres.utils.files import atomic_directory, show_bytes

@@ -34,12 +34,14 @@ _NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memor
 
 def describe(error: BaseException) -> tuple[str, bool]:
     """Return the line for an error, and whether the error was foreseen. The class of an unforeseen error is named."""
+    notes = notes_of(error)
+    if failures := getattr(error, "failures", None):  # a checkpoint in parts; its text has a traceback for each process
+        error = next(iter(failures.values()))[0]
     if is_lost_connection(error):
         return "another process of this run has ended; see its message.", True
     text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and text.startswith("No module named"):
         text = _name_extra(error, text)
-    notes = notes_of(error)
     name = next((name for name in _classes(error) if name in _OF_LIBRARIES), None)
     if name is None and isinstance(error, RuntimeError) and _NO_MEMORY.search(text):
         name = "MemoryError"

@@ -24,11 +24,10 @@ from attnres.planning import (
     missing_engine,
     search,
 )
+from attnres.utils.errors import about
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
-
-from .one_line import in_one_line
 
 
 def run_plan(
@@ -59,7 +58,7 @@ def run_plan(
     job = make_job(getattr(config, "max_position_embeddings", None))
     costs = Costs(config, job)
     with status(Console(stderr=True), f"Tracing {source}"):
-        with in_one_line(source, "model"):
+        with about(source):
             # Numbers that no model can have show here, and the traces are kept.
             costs.trace(1)
         result = search(costs, device, runnable=runnable)
@@ -93,7 +92,7 @@ def read_config(source: str, revision: str | None = None) -> ResidualConfig:
     if source in names() and not Path(source).is_dir():
         return load(source)
     check_source_sizes(source, revision)
-    with quiet_transformers(), in_one_line(source, "configuration"):
+    with quiet_transformers(), about(source):
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         except ValueError as error:

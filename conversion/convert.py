@@ -1,39 +1,37 @@
-"""Convert checkpoint directories without loading their weights: retrofit, undo a retrofit, or change its options.
+"""Plan conversions of checkpoints without loading their weights: retrofit, undo a retrofit, or change its options.
 
-Each conversion is a [`Plan`]: the source, the configuration of the result, the tensors to add and the tensors to leave
-out. `write` copies the shards byte for byte, and writes the added tensors into one more shard.
+Each conversion is a [`Plan`], which writes the result.
 """
 
 import math
-import os
-import shutil
-from collections.abc import Callable
 from copy import deepcopy
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME
 
 from attnres import ResidualConfig
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.complete import complete_model, has_head
-from attnres.checkpoints.shards import DTYPES, copy_shard
-from attnres.checkpoints.side_files import copy_side_files
+from attnres.checkpoints.shards import DTYPES
 from attnres.loading_attnres import added_by_kind
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 from attnres.utils.errors import about
-from attnres.utils.files import check_space
 
-from .attention_gate import differs_from_ungated, is_gated
-from .family import DEFAULT_CONNECTION, added_tensors, backbone_config, retrofit_config, start_added
+from .family import (
+    DEFAULT_CONNECTION,
+    added_tensors,
+    backbone_config,
+    differs_from_ungated,
+    differs_from_unmixed,
+    is_gated,
+    retrofit_config,
+    start_added,
+)
 from .plan import Plan
-from .value_residual import differs_from_unmixed
 
 
 def plan_retrofit(source: Checkpoint, residual: str = DEFAULT_CONNECTION, **options: Any) -> Plan:
@@ -118,74 +116,6 @@ def plan_change(source: Checkpoint, **options: Any) -> Plan:
     return Plan(source, config, unused=unused, has_head=has_head(model))
 
 
-def write(
-    plan: Plan,
-    target: Path,
-    *,
-    hard_link: bool = False,
-    trust_remote_code: bool = False,
-    on_bytes: Callable[[int], None] = lambda n: None,
-) -> list[str]:
-    """Write the planned model into the empty directory `target`.
-
-    Args:
-        plan: The conversion.
-        target: The directory.
-        hard_link: Whether to link the shards that stay as they are instead of copying them.
-        trust_remote_code: Whether to copy code that came with the source, such as its tokenizer's.
-        on_bytes: A function that gets the number of bytes of each piece that is written or checked.
-
-    Returns:
-        Notes for the user on code that came with the source, one line each.
-
-    Raises:
-        OSError: There is too little space, which is checked before anything is written; or a shard is damaged.
-        ValueError: A tensor holds NaN or infinite values; or two tensors would have one name.
-    """
-    checkpoint, dropped = plan.checkpoint, plan.dropped
-    plan.check_names()
-    kept = [shard for shard in checkpoint.shards if any(entry.name not in dropped for entry in shard.entries)]
-    # The other shards are linked or, where they lie in the scratch directory, renamed.
-    copied = [
-        shard
-        for shard in kept
-        if any(entry.name in dropped or plan.new_name(entry.name) != entry.name for entry in shard.entries)
-        or not (hard_link or checkpoint.is_temporary)
-    ]
-    check_space(target.parent, sum(shard.path.stat().st_size for shard in copied))
-    plan.write_configuration(target)
-    notes = copy_side_files(checkpoint, target, trust_remote_code, plan.has_legacy_settings, plan.code_folder)
-
-    names = plan.file_names([shard.path.name for shard in kept])
-    weight_map = {}  # tensor -> file
-    for shard, name in zip(kept, names):
-        if shard not in copied and not checkpoint.is_temporary:
-            # Link before the values are checked: an error is raised before a large file is read.
-            _link(shard.path, target / name)
-        copy_shard(
-            shard,
-            target / name if shard in copied else None,
-            dropped=dropped,
-            unused=plan.unused,
-            rename=plan.new_name,
-            on_bytes=on_bytes,
-            check=plan.check_integers,
-        )
-        if shard not in copied and checkpoint.is_temporary:
-            shard.path.rename(target / name)
-        held = (entry.name for entry in shard.entries if entry.name not in dropped)
-        weight_map |= {tensor: name for tensor in held if checkpoint.where.get(tensor) is shard}
-    if plan.added:
-        with about(target / names[-1]):
-            save_file(plan.added, target / names[-1], {"format": "pt"})
-        weight_map |= dict.fromkeys(plan.added, names[-1])
-    # `save_file` makes files that their owner alone may read. The result's files are as open as its configuration.
-    for name in names if checkpoint.is_temporary else names[len(kept) :]:
-        shutil.copymode(target / CONFIG_NAME, target / name)
-    plan.write_index(target, names, weight_map)
-    return [*plan.notes, *notes]
-
-
 def _read_member(source: Checkpoint, remedy: str = "") -> tuple[ResidualConfig, PreTrainedModel, frozenset[str]]:
     """Return a copy of the configuration of a model of the family, the model, and the names of unused tensors.
 
@@ -226,12 +156,4 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return max(sizes, key=sizes.get, default=torch.float32)
 
 
-def _link(source: Path, target: Path) -> None:
-    try:
-        # `os.link` would link a symbolic link itself, such as those of the Hub's cache.
-        os.link(source.resolve(), target)
-    except OSError as error:
-        raise OSError(f"cannot hard-link {source} ({error.strerror}). Leave out --hard-link to copy.") from error
-
-
-__all__ = ["plan_change", "plan_retrofit", "plan_standard", "write"]
+__all__ = ["plan_change", "plan_retrofit", "plan_standard"]

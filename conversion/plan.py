@@ -1,26 +1,32 @@
 """The plan of a conversion: the source, and how the result differs from it.
 
-`convert.py` writes any plan. A kind of model with a layout of its own has a subclass, which overrides how the result is
-named, checked and described.
+[`write`] copies the shards byte for byte, and writes the added tensors into one more shard. A kind of model with a
+layout of its own has a subclass of [`Plan`], which overrides how the result is named, checked and described.
 """
 
 import json
 import math
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from typing import ClassVar
 
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from attnres import ResidualConfig
 from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.shards import Entry
+from attnres.checkpoints.shards import Entry, copy_shard
+from attnres.checkpoints.side_files import copy_side_files
 from attnres.pretrained_attnres import auto_map
+from attnres.utils.errors import about
+from attnres.utils.files import check_space
 from attnres.utils.model_files import SOURCE_CODE
 
 ADDED_SHARD = "model-residual.safetensors"
@@ -100,11 +106,11 @@ class Plan:
         """Return the name that a copied tensor has in the result."""
         return name
 
-    def check_names(self) -> None:
-        """Check that no two copied tensors have the same name in the result.
+    def names(self) -> dict[str, str]:
+        """Return the names that the copied tensors have in the result, by their names in the source.
 
         Raises:
-            ValueError: Two have. The message names both, and the file of one.
+            ValueError: Two tensors would have one name. The message names both, and the file of one.
         """
         sources: dict[str, str] = {}  # name in the result -> name in the source
         for shard in self.checkpoint.shards:
@@ -115,6 +121,7 @@ class Plan:
                         f"{shard.source}: `{name}` and `{other}` would both have the name `{self.new_name(name)}` in "
                         "the result. Remove the one that does not belong to the model."
                     )
+        return {name: new for new, name in sources.items()}
 
     def check_integers(self, values: Tensor, entry: Entry, path: Path) -> None:
         """Check a piece of a tensor of integers, which [`attnres.checkpoints.shards.copy_shard`] copies.
@@ -168,4 +175,80 @@ class Plan:
         (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
 
-__all__ = ["ADDED_SHARD", "Plan"]
+def write(
+    plan: Plan,
+    target: Path,
+    *,
+    hard_link: bool = False,
+    trust_remote_code: bool = False,
+    on_bytes: Callable[[int], None] = lambda n: None,
+) -> list[str]:
+    """Write the planned model into the empty directory `target`.
+
+    Args:
+        plan: The conversion.
+        target: The directory.
+        hard_link: Whether to link the shards that stay as they are instead of copying them.
+        trust_remote_code: Whether to copy code that came with the source, such as its tokenizer's.
+        on_bytes: A function that gets the number of bytes of each piece that is written or checked.
+
+    Returns:
+        Notes for the user on code that came with the source, one line each.
+
+    Raises:
+        OSError: There is too little space, which is checked before anything is written; or a shard is damaged.
+        ValueError: A tensor holds NaN or infinite values; or two tensors would have one name.
+    """
+    checkpoint, dropped = plan.checkpoint, plan.dropped
+    new_names = plan.names()
+    kept = [shard for shard in checkpoint.shards if any(entry.name not in dropped for entry in shard.entries)]
+    # The other shards are linked or, where they lie in the scratch directory, renamed.
+    copied = [
+        shard
+        for shard in kept
+        if any(new_names.get(entry.name) != entry.name for entry in shard.entries)
+        or not (hard_link or checkpoint.is_temporary)
+    ]
+    check_space(target.parent, sum(shard.path.stat().st_size for shard in copied))
+    plan.write_configuration(target)
+    notes = copy_side_files(checkpoint, target, trust_remote_code, plan.has_legacy_settings, plan.code_folder)
+
+    names = plan.file_names([shard.path.name for shard in kept])
+    weight_map = {}  # tensor -> file
+    for shard, name in zip(kept, names):
+        if shard not in copied and not checkpoint.is_temporary:
+            # Link before the values are checked: an error is raised before a large file is read.
+            _link(shard.path, target / name)
+        copy_shard(
+            shard,
+            target / name if shard in copied else None,
+            dropped=dropped,
+            unused=plan.unused,
+            rename=new_names,
+            on_bytes=on_bytes,
+            check=plan.check_integers,
+        )
+        if shard not in copied and checkpoint.is_temporary:
+            shard.path.rename(target / name)
+        held = (entry.name for entry in shard.entries if entry.name not in dropped)
+        weight_map |= {tensor: name for tensor in held if checkpoint.where.get(tensor) is shard}
+    if plan.added:
+        with about(target / names[-1]):
+            save_file(plan.added, target / names[-1], {"format": "pt"})
+        weight_map |= dict.fromkeys(plan.added, names[-1])
+    # `save_file` makes files that their owner alone may read. The result's files are as open as its configuration.
+    for name in names if checkpoint.is_temporary else names[len(kept) :]:
+        shutil.copymode(target / CONFIG_NAME, target / name)
+    plan.write_index(target, names, weight_map)
+    return [*plan.notes, *notes]
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        # `os.link` would link a symbolic link itself, such as those of the Hub's cache.
+        os.link(source.resolve(), target)
+    except OSError as error:
+        raise OSError(f"cannot hard-link {source} ({error.strerror}). Leave out --hard-link to copy.") from error
+
+
+__all__ = ["ADDED_SHARD", "Plan", "write"]

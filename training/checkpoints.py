@@ -10,7 +10,6 @@ import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import _get_layout as get_layout
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 from transformers.trainer import (
@@ -30,7 +28,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from attnres.utils.errors import is_lost_connection, is_timeout
+from attnres.utils.errors import about
 
 _RANDOM = "rng_state"
 _METADATA = ".metadata"  # the table of contents of a folder of parts
@@ -76,27 +74,12 @@ def cannot_resume(problem: str, folder: Path) -> ValueError:
     )
 
 
-@contextmanager
-def explained_reading(path: Path, folder: Path) -> Iterator[None]:
-    """Turn an error inside the block, which reads a file of a checkpoint, into one that names the file.
-
-    Args:
-        path: The file, or the folder of a divided optimizer.
-        folder: The checkpoint.
-
-    Raises:
-        ValueError: The content of the file does not fit this run.
-    """
-    try:
-        yield
-    except (CheckpointException, IndexError, KeyError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
-        if is_lost_connection(error) or is_timeout(error):
-            raise  # another process has failed, and reports why; or it hangs
-        cause = error
-        if isinstance(error, CheckpointException):  # its text is a traceback for each process that failed
-            cause = next(iter(error.failures.values()))[0]
-        reason = " ".join(str(cause).split()).rstrip(".")
-        raise cannot_resume(f"{path} does not fit this run ({type(cause).__name__}: {reason})", folder) from error
+def cannot_resume_note(folder: Path) -> str:
+    """Return the remedy for an error of reading a checkpoint."""
+    return (
+        f"The run cannot resume from {folder}: remove that folder to resume from the checkpoint before it, or from the "
+        "start if there is none."
+    )
 
 
 def check_best(folder: Path) -> None:
@@ -369,7 +352,7 @@ class ResumableTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         folder = Path(checkpoint or "")
-        with explained_reading(folder / OPTIMIZER_NAME, folder):
+        with about(folder / OPTIMIZER_NAME, cannot_resume_note(folder)):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_batch_samples(
@@ -389,5 +372,4 @@ __all__ = [
     "check_checkpoint",
     "check_size",
     "check_weights",
-    "explained_reading",
 ]

@@ -40,11 +40,11 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from attnres.configuration_attnres import ResidualConfig
 from attnres.residual_attnres import residual_tensors
-from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
+from attnres.utils.errors import about, is_lost_connection, is_timeout, why_not_written
 from attnres.utils.token_ids import check_token_ids
 
 from .balance import ExpertBalance
-from .checkpoints import ResumableTrainer, explained_reading
+from .checkpoints import ResumableTrainer, cannot_resume_note
 from .held_out import ROW, NumberedRows, TokenMean
 from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
@@ -413,9 +413,9 @@ class AttnResTrainer(ResumableTrainer):
         if not self.has_optimizer_parts or checkpoint is None:
             return super()._load_optimizer_and_scheduler(checkpoint)
         folder = Path(checkpoint)
-        with explained_reading(folder / OPTIMIZER, folder):
+        with about(folder / OPTIMIZER, cannot_resume_note(folder)):
             load_optimizer_distributed(self.model, self.optimizer.optimizer, str(folder / OPTIMIZER))
-        with explained_reading(folder / SCHEDULER_NAME, folder):
+        with about(folder / SCHEDULER_NAME, cannot_resume_note(folder)):
             self._load_schedule(folder / SCHEDULER_NAME)
 
     def _load_schedule(self, path: Path) -> None:

@@ -32,8 +32,10 @@ def about(subject: str | os.PathLike, remedy: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        if str(subject) not in str(error):
+    except BaseException as error:  # those of checkpoints in parts derive from `BaseException`
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(subject)  # errors of a full disk, a quota and a limit of file sizes lack it
+        elif str(subject) not in str(error):
             error.add_note(f"(in {subject}){remedy and ' '}{remedy}")
         raise
 

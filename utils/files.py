@@ -1,7 +1,6 @@
 """Write files and directories so that they appear whole or not at all, and by one process at a time."""
 
 import contextlib
-import errno
 import os
 import shutil
 from collections.abc import Callable, Generator, Sequence
@@ -10,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from filelock import FileLock, Timeout
+
+from .errors import about
 
 _MAX_NAMED = 3  # the largest number of foreign files that a message names
 
@@ -58,24 +59,6 @@ def entries_beyond(folder: Path, is_part: Callable[[str], bool]) -> list[str]:
     return sorted(foreign)
 
 
-@contextlib.contextmanager
-def explain_full_disk(path: Path) -> Generator[None]:
-    """Add the name of a file to the errors of a full disk, a quota and a limit of file sizes, which do not name it.
-
-    Args:
-        path: The file that the block writes.
-
-    Raises:
-        OSError: The file cannot be written. The error names it.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-        raise
-
-
 def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file so that other processes see either the old content or the new one.
 
@@ -84,12 +67,12 @@ def atomic_write(path: Path, content: str | bytes) -> None:
         content: The content. Text is encoded as UTF-8.
 
     Raises:
-        OSError: The file cannot be written. The error names it.
+        OSError: The file cannot be written. A note names it.
     """
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with explain_full_disk(path):
+        with about(path):  # the error of a full disk does not name the file
             partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
         os.replace(partial, path)
     finally:

@@ -10,8 +10,8 @@ from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
 from attnres.conversion import retrofit
-from attnres.conversion.convert import plan_retrofit, plan_standard, write
-from attnres.conversion.plan import Plan
+from attnres.conversion.convert import plan_retrofit, plan_standard
+from attnres.conversion.plan import Plan, write
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.declared import declared_connections
 

@@ -69,7 +69,7 @@ def test_a_retrofitted_decoder_with_a_tied_head_loads_as_a_causal_language_model
 
 def test_a_decoder_is_verified_by_its_hidden_states(tmp_path, monkeypatch):
     standard_model().base_model.save_pretrained(tmp_path / "source")
-    from attnres.conversion import convert as module
+    from attnres.conversion import plan as module
 
     write = module.write
 

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
-from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard, write
+from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard
+from attnres.conversion.plan import write
 
 from .checkpoints import change_json, convert, convert_well, files_of, save_tokenizer, standard_model
 
