@@ -103,10 +103,14 @@ class ModelSource:
 
         from .whole import check_source_sizes
 
+        if not self.is_named:
+            try:
+                check_source_sizes(self.name, self.revision)
+            except OSError as error:
+                raise self._missing("model", error) from error
         try:
             if self.is_named:
                 return load(self.name, **fields)
-            check_source_sizes(self.name, self.revision)
             options = {"revision": self.revision, "trust_remote_code": trust_remote_code}
             return AutoConfig.from_pretrained(self.name, **options, **fields)
         except (StrictDataclassError, TypeError, ValueError) as error:
