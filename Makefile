@@ -1,5 +1,5 @@
 # make demo   the main job on real text, no network once installed
-# make check  style and the main road of the package, in a minute
+# make check  style, types and the main road of the package, in a minute
 # make test   the test suite
 # make docs   the documentation, as a site in site/
 # make notebooks   runs the notebooks from top to bottom
@@ -14,21 +14,26 @@ INSTALL = $(PIP) install --no-compile --constraint constraints.txt
 # six seconds. There all files are compiled once, in 40 seconds on two cores. A few are for newer releases of Python.
 COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),.venv/bin/python -m compileall -qq -j 0 .venv/lib || true)
 
-.PHONY: demo check test lint docs notebooks address serving engines suite versions clean
+.PHONY: demo check test lint types docs notebooks address serving engines suite versions clean
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
 SMOKE = tests/test_smoke.py tests/test_rooms.py tests/test_names.py tests/test_release.py tests/modeling_attnres/test_travelled_files.py
-check: lint .venv/test.installed
+check: lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" $(SMOKE)
 
 test: .venv/test.installed
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
 
-# Needs no package of the project but ruff: a job that only checks style installs nothing else.
-lint: .venv/lint.installed
+# The type checker needs the types of torch and transformers, so the whole environment.
+lint: .venv/test.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	$(MAKE) --no-print-directory types
+
+types: .venv/test.installed
+	.venv/bin/python .ci/link_types.py
+	-.venv/bin/pyrefly check --output-format min-text
 
 notebooks: .venv/test.installed
 	OMP_NUM_THREADS=1 .venv/bin/python notebooks/execute.py
@@ -39,10 +44,6 @@ address:
 .venv/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attnres needs Python 3.11 or newer, not " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	@touch $@
-
-.venv/lint.installed: constraints.txt | .venv/created
-	$(INSTALL) ruff
 	@touch $@
 
 # torch first and by name: a range would take a build with CUDA where one for the CPU is at hand.

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,8 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
                 # The weights are [batch, heads, queries, keys].
                 on_first = weights[torch.arange(len(first)), :, :, first]  # [batch, heads, queries]
                 total = on_first.transpose(1, 2)[later.to(weights.device)].double().sum(0).cpu()  # [heads]
-                totals[index] = total if totals[index] is None else totals[index] + total
+                before = totals[index]
+                totals[index] = total if before is None else before + total
 
             with ExitStack() as hooks:
                 for index, layer in enumerate(layers):
@@ -91,9 +92,9 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
 
 
 @contextmanager
-def _eager(model: PreTrainedModel) -> Iterator[None]:
+def _eager(model: PreTrainedModel) -> Generator[None]:
     """Use the `eager` implementation of attention within the block."""
-    before = model.config._attn_implementation
+    before = model.config._attn_implementation or "eager"
     model.set_attn_implementation("eager")
     try:
         yield

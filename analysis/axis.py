@@ -7,10 +7,12 @@ outputs of sublayers or, in Block AttnRes, the sum of the outputs of each block.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnres.decoder_attnres import ResidualModel
 from attnres.utils.wording import counted
 
 # Names of sublayers in the model -> names for people.
@@ -76,17 +78,23 @@ def depth_axis(model: PreTrainedModel, num_sources: Sequence[int] | None = None)
     names = sublayer_names(model.config)[: _count_sublayers(model)]
     outputs, block_size = ("embedding", *names), 1 if num_sources is None else _block_size(num_sources)
     sources = outputs
-    if block_size > 1:
+    if num_sources is not None and block_size > 1:
         sources = ("embedding", *(f"block {block}" for block in range(1, max(num_sources))))
     kinds = tuple(name.rpartition(" ")[0] for name in names[: len(model.config.sublayers)])
-    counts_layers = model.config.attn_res_block_unit > 1
+    counts_layers = getattr(model.config, "attn_res_block_unit", 1) > 1
     return DepthAxis(kinds, (*names, "output"), outputs, sources, block_size, counts_layers)
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
+def _is_decoder(module: nn.Module) -> TypeGuard[ResidualModel]:
+    """Return whether a module holds the decoder layers of a model of the family."""
+    # Only this module has the connection through which the output reads. Not `isinstance`: a checkpoint loaded with
+    # `trust_remote_code=True` has its own copy of the class.
+    return hasattr(module, "output_attn_res_proj")
+
+
+def decoder_of(model: PreTrainedModel) -> ResidualModel:
     """Return the module that holds the decoder layers of a model of the family, also inside an adapter."""
-    # Only this module has the connection through which the output reads.
-    return next(module for module in model.modules() if hasattr(module, "output_attn_res_proj"))
+    return next(filter(_is_decoder, model.modules()))
 
 
 def sublayer_names(config: PreTrainedConfig) -> list[str]:

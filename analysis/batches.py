@@ -15,6 +15,7 @@ Batch = Tensor | Mapping[str, Tensor]
 def as_batches(batches: Batch | Iterable[Batch]) -> Iterable[Batch]:
     """Return a single batch in a list, and an iterable of batches as it is."""
     # A string is wrapped too: `inputs_of` then rejects the string itself and not its first letter.
+    # pyrefly: ignore[bad-return]  # the checker takes a mapping for an iterable of its keys too
     return [batches] if isinstance(batches, (Tensor, Mapping, str)) else batches
 
 

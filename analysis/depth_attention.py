@@ -13,8 +13,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+
+from attnres.residual_attnres import ResidualConnection
 
 from .axis import DepthAxis, depth_axis
 from .batches import Batch, as_batches, mask_of
@@ -161,7 +163,7 @@ def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
     """
     recorded: list[Tensor | None] = []
 
-    def read(connection: nn.Module, original: Any, *arguments: Any) -> Any:
+    def read(connection: ResidualConnection, original: Any, *arguments: Any) -> Any:
         result = original(*arguments)
         recorded.append(result[1])
         return result
@@ -169,11 +171,12 @@ def weights_by_token(model: PreTrainedModel, batch: Batch) -> list[Tensor]:
     with measuring(model), watched(model, read):
         run(model, batch)
     # Connections without depth attention return `None` in place of weights.
-    if not recorded or any(weights is None for weights in recorded):
+    weights = [tensor for tensor in recorded if tensor is not None]
+    if not recorded or len(weights) < len(recorded):
         raise NoDepthAttention(
             f"{type(model).__name__} has no attention residuals, so it has no depth attention: use `depth_mixing`."
         )
-    return recorded
+    return weights
 
 
 def share_measures(weights: Tensor) -> tuple[Tensor, Tensor]:

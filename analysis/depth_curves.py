@@ -185,7 +185,7 @@ def _output_places(depth: DepthAxis) -> np.ndarray:
     return (np.arange(len(depth.outputs)) - 1) / len(depth.kinds)
 
 
-def _plot_by_kind(axes: Axes, depth: DepthAxis, values: Tensor, places: np.ndarray, style: Mapping[str, Any]) -> None:
+def _plot_by_kind(axes: Axes, depth: DepthAxis, values: Tensor, places: np.ndarray, style: dict[str, Any]) -> None:
     """Plot a curve for each kind of sublayer, and a star for the embedding or the output.
 
     Args:
@@ -200,11 +200,11 @@ def _plot_by_kind(axes: Axes, depth: DepthAxis, values: Tensor, places: np.ndarr
     for kind, filling in zip(range(len(depth.kinds)), cycle((_FILLED, _HOLLOW))):
         chosen = is_sublayer & (sublayers % len(depth.kinds) == kind)
         axes.plot(places[chosen], values.numpy()[chosen], **style, fillstyle=filling)
-    star = {**style, "marker": "*", "markersize": 8, "linestyle": "none"}
+    star: dict[str, Any] = {**style, "marker": "*", "markersize": 8, "linestyle": "none"}
     axes.plot(places[~is_sublayer], values.numpy()[~is_sublayer], **star, fillstyle=_FILLED)
 
 
-def _plot_over_members(axes: Axes, measurement: Interventions, style: Mapping[str, Any]) -> None:
+def _plot_over_members(axes: Axes, measurement: Interventions, style: dict[str, Any]) -> None:
     """Plot the rise for each hidden source: a bar over all outputs that the source sums up, with a marker."""
     depth = measurement.depth
     places, half = _output_places(depth), 0.5 / len(depth.kinds)
@@ -212,7 +212,8 @@ def _plot_over_members(axes: Axes, measurement: Interventions, style: Mapping[st
     left, right = ([places[span[end]] + sign * half for span in spans] for end, sign in ((0, -1), (-1, 1)))
     axes.hlines(measurement.hidden.numpy(), left, right, color=style["color"], linewidth=1.6)
     middle = (np.array(left) + np.array(right)) / 2
-    axes.plot(middle, measurement.hidden.numpy(), **style | {"linewidth": 0.5})
+    thin: dict[str, Any] = {**style, "linewidth": 0.5}
+    axes.plot(middle, measurement.hidden.numpy(), **thin)
 
 
 def _scale_axis(axes: Axes, curves: Iterable[Tensor], has_both_signs: bool = False) -> None:

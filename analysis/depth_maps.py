@@ -22,6 +22,7 @@ from .mixing import DepthMixing
 with require_extra("analysis"):
     import matplotlib
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Colormap, ListedColormap, Normalize, PowerNorm
     from matplotlib.figure import Figure
 
@@ -56,7 +57,7 @@ class _Scale:
 
     @property
     def diverges(self) -> bool:
-        return self.norm.vmin < 0
+        return (self.norm.vmin or 0) < 0
 
     @property
     def cmap(self) -> Colormap:
@@ -177,11 +178,12 @@ def _draw(
     above = 1.0 if is_horizontal else 1.5
     figure = blank(_MARGINS + max(1.7 * len(panels), width * cell[0]), above + max(2.0, rows * cell[1]))
     all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    colors = ScalarMappable(scale.norm, scale.cmap)
     for axes, panel in zip(all_axes, panels):
         part = table[panel.rows].numpy()
-        image = axes.imshow(part, aspect="auto", cmap=scale.cmap, norm=scale.norm, interpolation="nearest")
+        axes.imshow(part, aspect="auto", cmap=scale.cmap, norm=scale.norm, interpolation="nearest")
         if cell[0] >= _NUMBER_CELL[0] and cell[1] >= _NUMBER_CELL[1]:
-            _write_numbers(axes, numbers[panel.rows].numpy(), image.to_rgba(part), cell[0])
+            _write_numbers(axes, numbers[panel.rows].numpy(), colors.to_rgba(part), cell[0])
         elif scale.diverges:
             _mark_low_cells(axes, scale.norm(part), min(cell))
         if rows > 2:
@@ -193,7 +195,7 @@ def _draw(
         for label in axes.get_xticklabels():
             label.set_rotation(0 if is_horizontal or label.get_text().isdigit() else 90)
         axes.set_title(panel.title)
-    bar = figure.colorbar(image, ax=list(all_axes), label=scale.label, extend=scale.extend)
+    bar = figure.colorbar(colors, ax=list(all_axes), label=scale.label, extend=scale.extend)
     if scale.ticks:
         bar.set_ticks(list(scale.ticks), labels=list(scale.ticks.values()))
     return figure

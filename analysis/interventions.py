@@ -18,9 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
+
+from attnres.residual_attnres import ResidualConnection
 
 from .axis import DepthAxis, depth_axis
 from .batches import Batch, as_batches, predicted_mask
@@ -129,7 +131,7 @@ class _Hidden:
         # A second state, made by the same reads and writes, but with zeros in place of the hidden outputs.
         self.state_without: Any = None
 
-    def read(self, connection: nn.Module, original: Any, state: Any, *norm: Any) -> Any:
+    def read(self, connection: ResidualConnection, original: Any, state: Any, *norm: Any) -> Any:
         # The coefficients come from the full state, as without the intervention.
         coefficients = connection.coefficients(state, *norm)
         result = original(state, *norm)
@@ -144,7 +146,7 @@ class _Hidden:
             return result
         return inputs.to(result[0].dtype), *result[1:]
 
-    def write(self, connection: nn.Module, original: Any, state: Any, output: Tensor) -> Any:
+    def write(self, connection: ResidualConnection, original: Any, state: Any, output: Tensor) -> Any:
         is_hidden = self.num_reads in self.members
         self.state_without = original(self.state_without, torch.zeros_like(output) if is_hidden else output)
         return original(state, output)
@@ -161,18 +163,18 @@ class _Uniform:
         self.consumer = consumer
         self.num_reads = 0
 
-    def read(self, connection: nn.Module, original: Any, *arguments: Any) -> Any:
+    def read(self, connection: ResidualConnection, original: Any, *arguments: Any) -> Any:
         self.num_reads += 1
         if self.num_reads - 1 != self.consumer:
             return original(*arguments)
         # A copy of the connection with a zero query and no prior gives all sources the same weight. The class's
         # `forward` is called, since the module's `forward` may be wrapped in hooks.
         uniform = copy.copy(connection)
-        uniform.has_prior = False
-        uniform._parameters = {
+        parameters = {
             name: torch.zeros_like(tensor) if name in ("weight", "bias") and tensor is not None else tensor
             for name, tensor in connection._parameters.items()
         }
+        vars(uniform).update(has_prior=False, _parameters=parameters)
         return type(connection).forward(uniform, *arguments)
 
 

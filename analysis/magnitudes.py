@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
+
+from attnres.residual_attnres import ResidualConnection
 
 from .axis import DepthAxis, depth_axis
 from .batches import Batch, as_batches, mask_of, predicted_mask, split_sequences
@@ -120,11 +122,11 @@ def _forward(
         values[name].append(counted.square().mean(-1).sum().cpu())
         return counted
 
-    def read(connection: nn.Module, original: Any, state: Any, *norm: Any) -> Any:
+    def read(connection: ResidualConnection, original: Any, state: Any, *norm: Any) -> Any:
         nonlocal newest, stream, has_stream
         result = original(state, *norm)
         inputs, weights = result[:2]
-        if newest is None:  # the first state is the embedding
+        if newest is None or stream is None:  # the first state is the embedding
             newest = stream = state
             add("outputs", newest)
         elif weights is None:  # without depth attention, the input is the stream
@@ -143,7 +145,7 @@ def _forward(
         values["median"].append(absolute.median().cpu() * mask.sum().cpu())
         return result
 
-    def write(connection: nn.Module, original: Any, state: Any, output: Tensor) -> Any:
+    def write(connection: ResidualConnection, original: Any, state: Any, output: Tensor) -> Any:
         nonlocal newest
         newest = output
         add("outputs", output)
@@ -154,7 +156,7 @@ def _forward(
     return {name: torch.stack(parts) for name, parts in values.items()}, has_stream
 
 
-def _without_depth_attention(connection: nn.Module, state: Any, *norm: Any) -> Tensor:
+def _without_depth_attention(connection: ResidualConnection, state: Any, *norm: Any) -> Tensor:
     """Compute what a connection reads if its depth attention gives nothing: its residual stream, or zeros.
 
     A read is linear in the state once its coefficients are known, and a stream has none.
@@ -190,10 +192,10 @@ def _gradients(model: PreTrainedModel, sequence: dict[str, Tensor]) -> Tensor:
         probes.append(torch.zeros_like(output, requires_grad=True))
         return output + probes[-1]
 
-    def read(connection: nn.Module, original: Any, state: Any, *norm: Any) -> Any:
+    def read(connection: ResidualConnection, original: Any, state: Any, *norm: Any) -> Any:
         return original(state if probes else probed(state), *norm)
 
-    def write(connection: nn.Module, original: Any, state: Any, output: Tensor) -> Any:
+    def write(connection: ResidualConnection, original: Any, state: Any, output: Tensor) -> Any:
         return original(state, probed(output))
 
     with watched(model, read, write):

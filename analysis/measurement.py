@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 class Measurement:
     """Base of the data classes that hold measurements. Its `repr` shows the shapes of tensors, not their numbers."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]  # every subclass is a data class
 
     def __repr__(self) -> str:
         shown = (f"{field.name}={_shown(getattr(self, field.name))}" for field in fields(self))

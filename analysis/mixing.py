@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
+
+from attnres.residual_attnres import ResidualConnection
 
 from .axis import DepthAxis, depth_axis
 from .batches import Batch, as_batches, mask_of, split_sequences
@@ -201,7 +203,7 @@ def _trace(
         """Return the unit vector of an output at every token of `tensor`, `[width + 1, batch, seq, 1]`."""
         return unit[index].to(tensor.device).expand(-1, *tensor.shape[:2], 1)
 
-    def read(connection: nn.Module, original: Any, state: Any, *norm: Any) -> Any:
+    def read(connection: ResidualConnection, original: Any, state: Any, *norm: Any) -> Any:
         nonlocal mixing, num_reads
         coefficients = connection.coefficients(state, *norm)
         result = original(state, *norm)
@@ -220,7 +222,7 @@ def _trace(
         num_reads += 1
         return result
 
-    def write(connection: nn.Module, original: Any, state: Any, output: Tensor) -> Any:
+    def write(connection: ResidualConnection, original: Any, state: Any, output: Tensor) -> Any:
         nonlocal mixing
         mixing = original(mixing, unit_vector(num_reads, output))
         if outputs is not None:

@@ -149,7 +149,7 @@ def _describe_spread(spread: Tensor, depth: DepthAxis, sources: Sequence[str], c
     known = spread.nan_to_num(0)
     if known.max() <= _CONSTANT:
         return "Weights are the same for every token."
-    consumer, source = divmod(known.argmax().item(), known.shape[1])
+    consumer, source = divmod(int(known.argmax()), known.shape[1])
     where = f"{_with_article(depth.consumers[consumer])} reads {_with_article(sources[source])}"
     average = number(mean_of_known(spread[[*consumers]]))
     return (
@@ -164,7 +164,7 @@ def _describe_magnitudes(inspection: Inspection) -> list[str]:
     stream, outputs = magnitudes.stream, depth.outputs
     # In blocks of one, outputs are not summed: what stands for the stream is one output at a time.
     stream_name = "the stream" if magnitudes.has_stream else "single outputs"
-    first, last, peak = stream[0].item(), stream[-1].item(), stream.argmax().item()
+    first, last, peak = stream[0].item(), stream[-1].item(), int(stream.argmax())
     output_input = number(key_numbers_of(inspection)[OUTPUT_INPUT])
     read_by_output = f"The mixture that the output reads has {output_input} times the magnitude of the embedding."
     if depth.block_size > 1 and not magnitudes.has_stream:
@@ -185,7 +185,7 @@ def _describe_magnitudes(inspection: Inspection) -> list[str]:
             f"the embedding to {number(last)} after {outputs[-1]}{with_peak if peak < len(outputs) - 1 else ''}."
         ]
     else:
-        least = stream.argmin().item()
+        least = int(stream.argmin())
         sentences = [
             f"The magnitude of {stream_name} lies between {number(stream[least].item())} ({outputs[least]}) and "
             f"{number(stream[peak].item())} ({outputs[peak]}).",
@@ -198,7 +198,7 @@ def _describe_magnitudes(inspection: Inspection) -> list[str]:
         late = f"the last {count}, on average" if count > 1 else "the last"
         sentences.append(f"{early} {number(ratio)} times as large as those of {late}.")
 
-    largest = magnitudes.largest.argmax().item()
+    largest = int(magnitudes.largest.argmax())
     sentences.append(
         f"The largest value that a reader meets is {number(magnitudes.largest[largest].item())} times the median one "
         f"({depth.consumers[largest]}); massive activations are known to reach 1,000 times and more."
@@ -231,7 +231,7 @@ def _describe_interventions(inspection: Inspection) -> list[str]:
     if inspection.depth_attention is not None and inspection.depth_attention.distance.max() <= _CONSTANT:
         return [*sentences, "All weights are uniform already."]
     uniform = interventions.uniform.nan_to_num(-math.inf)
-    consumer = uniform.argmax().item()
+    consumer = int(uniform.argmax())
     if math.isfinite(uniform[consumer]) and uniform[consumer] > 0:
         sentences.append(
             f"Among readers, making the weights of {_with_article(depth.consumers[consumer])} uniform costs most: "
@@ -283,7 +283,7 @@ def _compare_mixing(one: Inspection, other: Inspection) -> str:
         is_plain_sum = (first - 1)[_lower_triangle(first)].abs().max() <= _CONSTANT
         remark = ": every reader gets the plain sum of the embedding and of all outputs before it"
         return f"Their depth-mixing matrices are the same{remark if is_plain_sum else ''}."
-    consumer, output = divmod(difference.argmax().item(), len(difference))
+    consumer, output = divmod(int(difference.argmax()), len(difference))
     in_one, in_other = told_apart(first[consumer, output].item(), second[consumer, output].item())
     return (
         f"Their depth-mixing matrices differ most in how much of {_with_article(one.depth.outputs[output])} "

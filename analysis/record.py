@@ -141,7 +141,7 @@ def to_csv(inspections: Sequence[Inspection]) -> dict[str, str]:
             for i in inspections
             for layer, (mean, strongest) in enumerate(zip(i.sinks.mean.tolist(), i.sinks.strongest.tolist()))
         ),
-        "interventions.csv": (row for i in inspections if i.interventions for row in _intervention_rows(i)),
+        "interventions.csv": (row for i in inspections for row in _intervention_rows(i)),
     }
     tables = {name: _table(header, rows[name]) for name, header in TABLES.items()}
     return {name: table for name, table in tables.items() if table.count("\n") > 1}
@@ -177,6 +177,8 @@ def _cell_rows(inspection: Inspection, matrix: DepthAttention | DepthMixing, col
 def _intervention_rows(inspection: Inspection) -> Iterator[tuple]:
     """Yield a row for each source that was hidden, and each consumer whose weights were made uniform."""
     interventions, depth = inspection.interventions, inspection.depth
+    if interventions is None:
+        return
     for kind, names, rises in (
         ("hidden", depth.sources, interventions.hidden),
         ("uniform", depth.consumers, interventions.uniform),

@@ -7,12 +7,16 @@ import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from attnres.utils.wording import counted
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer  # exists for type checkers alone
 
 # Characters to read for each token that is needed. Few texts have more characters in a token.
 _CHARACTERS_PER_TOKEN = 20
@@ -46,7 +50,7 @@ class _HashedFile(io.FileIO):
         super().__init__(path)
         self.digest = hashlib.sha256()
 
-    def readinto(self, buffer: bytearray) -> int:
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
         count = super().readinto(buffer)
         self.digest.update(memoryview(buffer)[:count])
         return count

@@ -5,10 +5,10 @@ output to that state. All measurements of the depth intercept these two operatio
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from attnres import BACKBONES
 from attnres.conversion.retrofit import check_in_memory, retrofit_part
+from attnres.residual_attnres import ResidualConnection
 
 from .batches import Batch, inputs_of, predicted_mask
 
@@ -27,12 +28,15 @@ _MEASURING = threading.RLock()
 _OUTPUT_RECORDER = "transformers.utils.output_capturing"
 
 
-def connections_of(model: nn.Module) -> list[nn.Module]:
-    """Return the residual connections of a model, in no particular order."""
+def _is_connection(module: nn.Module) -> TypeGuard[ResidualConnection]:
+    """Return whether a module is a residual connection."""
     # Compared by name, since a checkpoint loaded with `trust_remote_code=True` has its own copy of the class.
-    return [
-        module for module in model.modules() if any(c.__name__ == "ResidualConnection" for c in type(module).__mro__)
-    ]
+    return any(parent.__name__ == ResidualConnection.__name__ for parent in type(module).__mro__)
+
+
+def connections_of(model: nn.Module) -> list[ResidualConnection]:
+    """Return the residual connections of a model, in no particular order."""
+    return list(filter(_is_connection, model.modules()))
 
 
 def family_member(model: PreTrainedModel) -> PreTrainedModel:
@@ -51,7 +55,9 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
     """
     if connections_of(model):
         return model
-    model = getattr(model, "_orig_mod", model)  # the module inside the wrapper of `torch.compile`
+    inside = getattr(model, "_orig_mod", None)  # the module inside the wrapper of `torch.compile`
+    if isinstance(inside, PreTrainedModel):
+        model = inside
     if hasattr(model, "peft_config"):
         raise ValueError("a standard model with an adapter cannot be inspected: call `merge_and_unload` first.")
     hooks = [
@@ -73,12 +79,14 @@ def family_member(model: PreTrainedModel) -> PreTrainedModel:
     check_in_memory(model)
     member = retrofit_part(model, "standard")
     # The member's modules are new, so `accelerate` must place them again.
-    device_map = getattr(model, "hf_device_map", {})
-    return dispatch_model(member, device_map) if len(set(device_map.values())) > 1 else member
+    device_map = vars(model).get("hf_device_map", {})
+    if len(set(device_map.values())) > 1:
+        dispatch_model(member, device_map)
+    return member
 
 
 @contextmanager
-def measuring(model: nn.Module) -> Iterator[None]:
+def measuring(model: nn.Module) -> Generator[None]:
     """Put the model into evaluation mode and turn compiled code off within the block.
 
     Args:
@@ -101,7 +109,7 @@ def watched(
     model: nn.Module,
     read: Callable[..., tuple[Tensor, Tensor | None, Any]] | None = None,
     write: Callable[..., Any] | None = None,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Replace the read and the write of all residual connections within the block, for passes of this thread.
 
     The inference plan, which reads without calling the connections, is off within the block.
@@ -117,7 +125,9 @@ def watched(
     """
     thread = threading.get_ident()
 
-    def call(replacement: Callable[..., Any], connection: nn.Module, original: Callable[..., Any], *args: Any) -> Any:
+    def call(
+        replacement: Callable[..., Any], connection: ResidualConnection, original: Callable[..., Any], *args: Any
+    ) -> Any:
         # Another thread may run the same model meanwhile. Its passes must stay as they are.
         if threading.get_ident() != thread:
             return original(*args)
@@ -186,7 +196,7 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 @contextmanager
-def _replaced(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def _replaced(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Generator[None]:
     """Replace a method of one module within the block. The replacement is called with the method as first argument."""
     original, is_on_instance = getattr(module, name), name in vars(module)
     setattr(module, name, partial(replacement, original))

@@ -25,7 +25,7 @@ from transformers.utils import (
 )
 
 from attnres import AttnResKimiK3Config
-from attnres.configuration_attnres import is_kimi_k3
+from attnres.kimi_linear_configuration_attnres import is_kimi_k3
 from attnres.loading_attnres import check_files
 from attnres.saving_attnres import complete_save
 from attnres.utils.errors import about

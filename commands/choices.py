@@ -136,4 +136,5 @@ def check_apart(folder: Path, target: Path, source: str) -> None:
 
 def given_options(context: typer.Context) -> list[str]:
     """Return the Python names of the options and arguments on the command line, without those left at a default."""
-    return [name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"]
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,7 @@ def run_eval(options: EvalOptions) -> None:
 
 
 @contextmanager
-def _only_run(out: Path) -> Iterator[None]:
+def _only_run(out: Path) -> Generator[None]:
     """Lock the folder `out` within the block. Raise FileExistsError if another run has locked it."""
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock", out):

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import FrameType
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -38,7 +38,7 @@ def show_tracebacks(is_given: bool) -> None:
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[None]:
+def loading() -> Generator[None]:
     """Import the model family, then run the block with a command's own imports. After the block, the work begins.
 
     A terminal shows at once what takes these seconds; a file gets a line if they become many.
@@ -61,7 +61,7 @@ def loading() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
+def guarded() -> Generator[None]:
     """Run the block, a command, and raise `SystemExit` with the exit status that `main.py` documents."""
     _state.working, _state.debug, _state.received = False, False, None
     for number in SIGNALS:
@@ -70,12 +70,16 @@ def guarded() -> Iterator[None]:
             signal.signal(number, _receive)
     sys.unraisablehook = _raise_again
     format_warning = warnings.formatwarning
+
     # Warnings of the model family are for users, so they are printed without the place in the code.
-    warnings.formatwarning = lambda message, category, *place, **line: (
-        f"attnres: warning: {' '.join(str(message).split())}\n"
-        if category.__name__ == "FamilyWarning"
-        else format_warning(message, category, *place, **line)
-    )
+    def format_for_user(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if category.__name__ == "FamilyWarning":
+            return f"attnres: warning: {' '.join(str(message).split())}\n"
+        return format_warning(message, category, filename, lineno, line)
+
+    warnings.formatwarning = format_for_user
     code: int | str | None = 0
     try:
         yield

@@ -29,4 +29,5 @@ def main(command: str | None = None) -> None:
         from .app import app
 
         commands = get_command(app)
+        # pyrefly: ignore[missing-attribute]  # an app of several commands is a group
         (commands.commands[command] if command else commands)()

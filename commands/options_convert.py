@@ -18,6 +18,7 @@ from .choices import Debug, check_apart, check_out, given_options
 from .connections import CONNECTIONS, PRESETS, describe_connections, flag, owners
 from .guard import loading
 
+# pyrefly: ignore[invalid-argument]  # a checker asks for literal names, and these come from the table
 Residual = StrEnum("Residual", [(name, name) for name in (*CONNECTIONS, *PRESETS)])
 DEFAULT_RESIDUAL = next(iter(Residual))
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from attnres.analysis.record import WRITTEN_BY
 from attnres.analysis.report_files import NUMBERS, report_files, report_names
 from attnres.checkpoints.source_files import check_file
 from attnres.eval.hub_results import FOLDER, is_written_here, read_results
-from attnres.publishing.card_metadata import read
+from attnres.publishing.card_metadata import read_model_card
 from attnres.publishing.cards import CARD, no_hub_ids
 from attnres.publishing.publication import INSPECTION, Publication, plan_publication
 from attnres.publishing.push import UploadOptions, publish
@@ -72,7 +72,7 @@ def run_push(
     if publication.unread:
         console.print(f"{describe_unread(publication.unread, shown(str(folder)))} Published unchanged.")
     place = shown(str(folder / CARD))
-    metadata = read(card)
+    metadata = read_model_card(card).data
     if lacking := [name for name in ("license", "base_model") if not metadata.get(name)]:
         fields = " and no ".join(f"`{name}`" for name in lacking)
         console.print(f"Note: the card names no {fields}; you can add it to the metadata in {place}.")
@@ -136,7 +136,7 @@ def _measurements(names: list[str], read: Callable[[str], bytes]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
+def _without_bars() -> Generator[None]:
     """Turn off the progress bars of `huggingface_hub`, which fill a log file with lines."""
     disable_progress_bars()
     try:

@@ -9,7 +9,7 @@ import os
 import shutil
 import stat
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -131,7 +131,7 @@ class ReportServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path) -> Generator[IO[bytes]]:
     """Open a regular file to read. Raise OSError for any other file and for a link, which may lead anywhere."""
     # Without O_NONBLOCK, opening a pipe would wait until another process writes to it.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))

@@ -28,6 +28,7 @@ from attnres.checkpoints.source_files import check_file, json_text, read_object
 from attnres.kimi_k3_configuration_attnres import fields_without_experts
 from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
 from attnres.pretrained_attnres import auto_map
+from attnres.travelling import write_used_code
 from attnres.utils.model_files import RECORD
 
 from .plan import Plan
@@ -105,6 +106,7 @@ class KimiK3Plan(Plan):
             (target / name).write_bytes(text.encode())  # with the line ends of the release
         if not self.is_release:
             custom_object_save(self.model_class, target)
+            write_used_code(self.config, target)
 
     def write_index(self, target: Path, names: Sequence[str], weight_map: dict[str, str]) -> None:
         """Write the source's index if it has one, with the names of the result's tensors; see the base class."""

@@ -6,7 +6,7 @@
 `nn.Linear` without bias, named as in Kimi K3's weights. The gate works with any residual connection.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from .attention_change_attnres import AttentionChange
 from .residual_attnres import field_defaults, one_of, require
 
 
@@ -126,7 +127,7 @@ def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
     attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     kinds = getattr(config, "layer_types", None)
     is_linear = bool(kinds) and kinds[layer.layer_idx] == "linear_attention"
-    if config.attention_gate is None or is_linear or isinstance(attention, GatedAttention):
+    if not AttentionGate.is_on(config) or is_linear or isinstance(attention, GatedAttention):
         return
     place, granularity, form, *function = (getattr(config, field) for field in GATE_FIELDS)
     names, norm = _PLACES[place]
@@ -184,3 +185,26 @@ def check_attention_gate(config: PreTrainedConfig) -> None:
     else:
         plan = plan | {f"{owner}.g_proj": "colwise" for owner in owners}
     config.base_model_tp_plan = plan
+
+
+class AttentionGate(AttentionChange):
+    """The gate as a change of attention."""
+
+    field = "attention_gate"
+    fields = GATE_FIELDS
+    check = staticmethod(check_attention_gate)
+    add_to = staticmethod(add_attention_gate)
+    tensors = staticmethod(gate_tensors)
+
+    @staticmethod
+    def differing_fields(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the fields that differ; see the base class."""
+        # An added gate starts at random weights. Without a gate in the checkpoint, its other fields have no meaning.
+        fields = GATE_FIELDS if stored.get("attention_gate") is not None else {"attention_gate": None}
+        values = {field: (stored.get(field, default), getattr(config, field)) for field, default in fields.items()}
+        return {field: (before, now) for field, (before, now) in values.items() if before != now}
+
+    @staticmethod
+    def start(config: PreTrainedConfig) -> str:
+        """Return "at random"; see the base class."""
+        return "at random"

@@ -80,9 +80,6 @@ class AttnResFields:
     `gamma_l` starts at zero, so the model starts as the residual stream with any other settings. The scale `"sum"`
     multiplies the second sum by the number of sources."""
 
-    # Not a field: the number of sublayers that `attn_res_block_size` counts as one. Kimi K3 counts decoder layers.
-    attn_res_block_unit = 1
-
 
 class AttnRes(ResidualConnection):
     """Block or Full AttnRes: read by depth attention, write by adding to the current block.
@@ -110,8 +107,21 @@ class AttnRes(ResidualConnection):
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        """Check block size and scale; see [`ResidualConnection.check`]."""
-        allowed = f"an integer >= 1 (block size in {'sublayers' if config.attn_res_block_unit == 1 else 'layers'})"
+        """Check block size and scale, and that no switch is set; see [`ResidualConnection.check`]."""
+        cls.check_blocks(config)
+        # Code beside weights may have this class alone, which would ignore a switch.
+        for field, default in SWITCHES.items():
+            allowed = f"{default!r} in the code beside these weights. Load the model by an installed `attnres`"
+            require(config, field, getattr(config, field) == default, allowed)
+
+    @classmethod
+    def check_blocks(cls, config: PreTrainedConfig) -> None:
+        """Check block size and scale.
+
+        Raises:
+            ValueError: a value is not allowed.
+        """
+        allowed = f"an integer >= 1 (block size in {'sublayers' if block_unit(config) == 1 else 'layers'})"
         require(config, "attn_res_block_size", is_count(config.attn_res_block_size), allowed)
         require(config, "attn_res_scale", config.attn_res_scale in ("mean", "sum"), one_of(("mean", "sum")))
 
@@ -120,7 +130,7 @@ class AttnRes(ResidualConnection):
         """Return, for example, "Block AttnRes, 4 blocks of 6 sublayers (24 sublayers), scale mean"."""
         size, sublayers = block_sublayers(config), config.num_sublayers
         count = math.ceil(sublayers / size)
-        unit = config.attn_res_block_unit
+        unit = block_unit(config)
         length = f"{size} sublayers" if unit == 1 else f"{config.attn_res_block_size} layers"
         blocks = f"Block AttnRes, {count} blocks of {length}" if count > 1 else "Block AttnRes, one block"
         total = f"{sublayers} sublayers" if unit == 1 else f"{sublayers // unit} layers"
@@ -148,7 +158,7 @@ class AttnRes(ResidualConnection):
             raise ValueError(f"give one of block_size, num_blocks and full, not {' and '.join(given)}.")
         if num_blocks is not None and not is_count(num_blocks):
             raise ValueError(f"`num_blocks` is {num_blocks!r}, but must be an integer >= 1.")
-        units = config.num_sublayers / config.attn_res_block_unit
+        units = config.num_sublayers / block_unit(config)
         config.attn_res_block_size = 1 if full else math.ceil(units / (num_blocks or 8))
         super().plan_retrofit(config, **options)
 
@@ -176,7 +186,7 @@ class AttnRes(ResidualConnection):
         Raises:
             ValueError: the function would change.
         """
-        same_until = min(config.attn_res_block_size, block_size) * config.attn_res_block_unit
+        same_until = min(config.attn_res_block_size, block_size) * block_unit(config)
         if block_size == config.attn_res_block_size:
             same_until = config.num_sublayers
         for name, connection in connections.items():
@@ -241,9 +251,20 @@ class AttnRes(ResidualConnection):
         return f"{self.config.hidden_size}, sublayer={self.sublayer}, block_size={self.block_size}, scale={self.scale}"
 
 
+# Fields of the forms in `attn_res_switches_attnres`, with the values that the plain form has.
+SWITCHES: dict[str, Any] = {
+    field: default for field, default in AttnRes.fields.items() if field not in AttnRes.options.values()
+}
+
+
+def block_unit(config: PreTrainedConfig) -> int:
+    """Return the number of sublayers that `attn_res_block_size` counts as one; Kimi K3 counts decoder layers."""
+    return getattr(config, "attn_res_block_unit", 1)
+
+
 def block_sublayers(config: PreTrainedConfig) -> int:
     """Return the size of a block in sublayers, whatever `attn_res_block_size` counts."""
-    return config.attn_res_block_size * config.attn_res_block_unit
+    return config.attn_res_block_size * block_unit(config)
 
 
 def as_sources(state: DepthState) -> tuple[Tensor, ...]:

@@ -15,13 +15,10 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .attn_res_attnres import AttnRes
+from .attn_res_attnres import SWITCHES, AttnRes
 from .functional_attnres import attend, dtypes_of, inverse_rms
 from .residual_attnres import DepthState, is_count, is_number, one_of, require
 
-SWITCHES: dict[str, Any] = {
-    field: default for field, default in AttnRes.fields.items() if field not in AttnRes.options.values()
-}
 # Switches whose values are names -> the allowed names.
 _NAMES = {
     "attn_res_query": ("learned", "input_dependent", "none"),
@@ -69,6 +66,8 @@ class SwitchedAttnRes(AttnRes):
     scalar `gamma` `[1]`. There is a key norm if there are keys to norm.
     """
 
+    name = "attn_res"  # it is registered in place of its base
+
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
         self.heads, self.window = config.attn_res_heads, config.attn_res_window
@@ -97,7 +96,7 @@ class SwitchedAttnRes(AttnRes):
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
         """Check all fields, also those that exclude each other; see [`ResidualConnection.check`]."""
-        super().check(config)
+        cls.check_blocks(config)
         for field, allowed in _NAMES.items():
             require(config, field, getattr(config, field) in allowed, one_of(allowed))
         for field in ("attn_res_key_norm", "attn_res_count_prior", "attn_res_gated"):

@@ -1,7 +1,6 @@
-"""Configuration of the family: a backbone, the residual connection through its depth, and the registry of both.
+"""Configuration of the family: a backbone, and the residual connection through its depth.
 
-[`ResidualConfig`] is the mixin of every family member's configuration. `CONNECTIONS` and `BACKBONES` hold the residual
-connections and the backbones by name.
+[`ResidualConfig`] is the mixin of every family member's configuration. `BACKBONES` holds the backbones by name.
 """
 
 import dataclasses
@@ -12,38 +11,11 @@ from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
-from transformers import KimiLinearConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from .attention_gate_attnres import GateFields, check_attention_gate
-from .attn_res_attnres import AttnResFields
-from .attn_res_switches_attnres import SwitchedAttnRes
-from .dca_attnres import DCA, DCAFields
-from .denseformer_attnres import DenseFormer
-from .frac_connections_attnres import FracConnections, FracConnectionsFields
+from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
 from .functional_attnres import DEPTH_ATTENTION
-from .gated_residual_attnres import GatedResidual, GatedResidualFields
-from .highway_attnres import Highway, HighwayFields
-from .hyper_connections_attnres import HyperConnections, HyperConnectionsFields
-from .identity_hc_attnres import IdentityHyperConnections
-from .laurel_attnres import LAuReL, LAuReLFields
-from .mhc_attnres import MHC, MHCFields
-from .mhc_lite_attnres import MHCLite
-from .muddformer_attnres import MUDDFormer, MUDDFormerFields
-from .post_norm_attnres import PostNorm
 from .residual_attnres import FamilyWarning, ResidualConnection, is_number, one_of, require, require_value
-from .residual_scalars_attnres import ResidualScalars, ResidualScalarsFields
-from .scaled_attnres import Scaled, ScaledFields
-from .standard_attnres import StandardResidual
-from .value_residual_attnres import ValueResidualFields, check_value_residual
-
-# The connections by name; the first is the default. `register` adds others at run time.
-_AVERAGES = DenseFormer, MUDDFormer, DCA
-_ONE_STREAM = ResidualScalars, Scaled, LAuReL, FracConnections, Highway
-_STREAMS = HyperConnections, IdentityHyperConnections, MHC, MHCLite, GatedResidual
-CONNECTIONS: dict[str, type[ResidualConnection]] = {
-    connection.name: connection
-    for connection in (SwitchedAttnRes, StandardResidual, *_AVERAGES, *_ONE_STREAM, *_STREAMS, PostNorm)
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,27 +105,11 @@ _MAX_LAYERS, _MAX_DEPTH = 10_000, 100
 _LARGEST = 3e38  # about the largest number of float32
 
 
-class ResidualConfig(
-    AttnResFields,
-    MUDDFormerFields,
-    DCAFields,
-    ResidualScalarsFields,
-    ScaledFields,
-    LAuReLFields,
-    FracConnectionsFields,
-    HighwayFields,
-    HyperConnectionsFields,
-    MHCFields,
-    GatedResidualFields,
-    GateFields,
-    ValueResidualFields,
-    PreTrainedConfig,
-):
+class ResidualConfig(PreTrainedConfig):
     """Mixin that adds the family's fields to a backbone's configuration.
 
-    The bases declare the fields of connections, gate and value residuals. `config.json` holds only the fields of the
-    chosen connection and, if they are used, of gate and value residuals. A connection that is registered at run time
-    adds its fields to this class.
+    Each connection and each change of attention declares its fields in its own file, and they are added to this class.
+    `config.json` holds only the fields of the chosen connection and, if they are used, of gate and value residuals.
     """
 
     backbone = ""  # model type of the backbone, a key of `BACKBONES`
@@ -175,8 +131,9 @@ class ResidualConfig(
         "short_factor": "> 0",
     }
 
-    residual_connection: str = "attn_res"
-    """Name of the residual connection, a key of `CONNECTIONS`. With `"standard"` the model is the backbone."""
+    residual_connection: str = next(iter(CONNECTIONS))
+    """Name of the residual connection, a key of `CONNECTIONS`; `"attn_res"` by default. With `"standard"` the model is
+    the backbone."""
 
     depth_attention_implementation: str = "auto"
     """Name of an implementation in `DEPTH_ATTENTION`; `"auto"` is the fastest that runs. It is not saved."""
@@ -256,8 +213,8 @@ class ResidualConfig(
             if field not in vars(self):
                 setattr(self, field, deepcopy(getattr(self, field, default)))
         connection.check(self)
-        check_attention_gate(self)
-        check_value_residual(self)
+        for change in ATTENTION_CHANGES:
+            change.check(self)
         # `transformers` turns the name in a file into a dtype, but a name may also be set later.
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
         is_dtype = self.dtype is None or isinstance(dtype, torch.dtype)
@@ -341,91 +298,6 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def register(connection: type[ResidualConnection]) -> None:
-    """Add a connection of another package to `CONNECTIONS`, and its fields to [`ResidualConfig`]."""
-    CONNECTIONS[connection.name] = connection
-    for field, default in connection.fields.items():
-        # The fields of such a connection are known only now, so they cannot be declared in the class.
-        setattr(ResidualConfig, field, default)
-
-
-# Fields of Kimi K3 that change what Kimi Linear computes.
-_OF_KIMI_K3 = ("activation_situ_beta", "latent_moe_use_norm", "mla_use_output_gate", "routed_expert_hidden_size")
-_OF_KIMI_K3_LINEAR = ("gate_lower_bound", "use_full_rank_gate")
-
-
-def is_kimi_k3(fields: Mapping[str, Any]) -> bool:
-    """Return whether fields of a `config.json` are those of Kimi K3, though it may name Kimi Linear's model type.
-
-    The text model of a release names `kimi_linear`, and Kimi Linear would ignore what makes it Kimi K3.
-
-    Args:
-        fields: of the file, with `model_type` if it has one. A composite model has the text model's in `text_config`.
-    """
-    if fields.get("model_type") == "kimi_k3":
-        return True
-    text = fields.get("text_config")
-    if isinstance(text, Mapping) and is_kimi_k3(text):
-        return True
-    linear = fields.get("linear_attn_config")
-    linear = linear if isinstance(linear, Mapping) else {}
-    is_counted_in_layers = fields.get("model_type") == "kimi_linear" and bool(fields.get("attn_res_block_size"))
-    names = [name for name in _OF_KIMI_K3 if fields.get(name)]
-    names += [name for name in _OF_KIMI_K3_LINEAR if linear.get(name)]
-    return bool(names) or fields.get("hidden_act") == "situ" or is_counted_in_layers
-
-
-class AttnResConfig(ResidualConfig, KimiLinearConfig):
-    """Configuration of AttnRes on Kimi Linear: all fields of [`KimiLinearConfig`] and of [`ResidualConfig`]."""
-
-    model_type = "attnres"
-    backbone = "kimi_linear"
-
-    def __post_init__(self, **kwargs):
-        self.check_file({"hidden_act": self.hidden_act} | kwargs)
-        super().__post_init__(**kwargs)
-
-    @classmethod
-    def check_file(cls, fields: Mapping[str, Any]) -> None:
-        """Check that the fields are not those of Kimi K3, which this model would ignore.
-
-        Raises:
-            ValueError: they are.
-        """
-        if is_kimi_k3(fields):
-            raise ValueError(
-                "these are fields of Kimi K3, and a Kimi Linear model would ignore them. Load it by "
-                "`AttnResKimiK3ForCausalLM.from_pretrained`, or by `AttnResKimiK3Config`."
-            )
-
-    def check_fields(self) -> None:
-        """Check all fields of the family, and those of Kimi Linear whose mistakes would show late or not at all.
-
-        Raises:
-            ValueError: a value is not allowed.
-        """
-        super().check_fields()
-        layers, heads = self.num_hidden_layers, self.num_attention_heads
-        kinds = {"layer_types": ("linear_attention", "full_attention"), "mlp_layer_types": ("dense", "sparse")}
-        for field, (one, other) in kinds.items():
-            value = getattr(self, field)
-            allowed = f"a list of length {layers} (`num_hidden_layers`), not {len(value)}"
-            require(self, field, len(value) == layers, allowed)
-            require(self, field, set(value) <= {one, other}, f"a list of {one!r} and {other!r}")
-        has_full_attention = "full_attention" in self.layer_types  # the cache counts tokens only in such layers
-        require(self, "layer_types", has_full_attention, "a list with at least one 'full_attention' layer")
-        for field in ("num_attention_heads", "linear_num_heads"):
-            require(self, field, getattr(self, field) >= 1, "an integer >= 1")
-        allowed = f"`num_attention_heads` ({heads}): MLA expands a key and a value for every head"
-        require(self, "num_key_value_heads", self.num_key_value_heads == heads, allowed)
-        if "sparse" not in self.mlp_layer_types:
-            return
-        for field in ("n_group", "topk_group", "num_experts_per_tok"):
-            require(self, field, isinstance(getattr(self, field), int), "an integer >= 1")
-        experts, groups, used = self.num_local_experts, self.n_group, self.topk_group
-        allowed = f"a positive divisor of `num_local_experts` ({experts}) with two or more experts in each group"
-        require(self, "n_group", groups >= 1 and experts % groups == 0 and experts // groups >= 2, allowed)
-        require(self, "topk_group", 1 <= used <= groups, f"from 1 to `n_group` ({groups})")
-        reachable = experts // groups * used
-        allowed = f"from 1 to the {reachable} experts that `topk_group` of `n_group` groups hold"
-        require(self, "num_experts_per_tok", 1 <= self.num_experts_per_tok <= reachable, allowed)
+for _declaring in (*CONNECTIONS.values(), *ATTENTION_CHANGES):
+    for _field, _default in _declaring.fields.items():
+        setattr(ResidualConfig, _field, _default)

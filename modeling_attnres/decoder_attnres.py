@@ -8,7 +8,7 @@ needed. `ResidualDecoderLayer.forward` is the way of the state through one layer
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,13 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .attention_gate_attnres import add_attention_gate
-from .configuration_attnres import CONNECTIONS, ResidualConfig, Sublayers
-from .documents_attnres import keep_documents_apart, separate_under_mask
+from .configuration_attnres import ResidualConfig, Sublayers
+from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
 from .experts_attnres import call_module
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
-from .value_residual_attnres import add_value_residual, pack_values, unpack_values
+from .rows_attnres import find_documents, keep_apart, shape_of
 
 
 def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublayer: int) -> None:
@@ -36,13 +35,17 @@ def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublay
         module.add_module(f"{name}_norm", ResidualNorm(config.hidden_size))
 
 
-class ResidualDecoderLayer:
+# A decoder layer has its backbone's class after the mixin, so a type checker sees what all modules have.
+_AnyLayer = nn.Module if TYPE_CHECKING else object
+
+
+class ResidualDecoderLayer(_AnyLayer):
     """Mixin of a backbone's decoder layer that runs its sublayers, as declared in `BACKBONES`, on the depth state."""
 
     sublayers: Sublayers
     layer_idx: int
     connected_at: int  # the index for which the connections are numbered; other libraries change `layer_idx` alone
-    mixes_values = False  # whether the state between layers also holds the first layer's values
+    mixes_values = False  # whether the state between layers also holds the first layer's values; a change may set it
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
         """Add the residual connections to a layer that the backbone has made.
@@ -59,9 +62,8 @@ class ResidualDecoderLayer:
         self.sublayers, self.layer_idx, self.connected_at = sublayers, layer_idx, layer_idx
         for i, sublayer in enumerate(sublayers):
             _add_connection(self, sublayer.name, config, layer_idx * len(sublayers) + i)
-        add_attention_gate(self, config)
-        add_value_residual(self, config)
-        self.mixes_values = config.value_residual is not None
+        for change in ATTENTION_CHANGES:
+            change.add_to(self, config)
 
     def move_to(self, layer_idx: int) -> None:
         """Set the layer's index in the decoder, after layers were moved or removed."""
@@ -112,7 +114,7 @@ class ResidualDecoderLayer:
         # Not by `getattr`, which looks everywhere else first: in decoding, that is a good part of the time of a read.
         modules = self._modules
         if self.mixes_values:
-            state, first_values = unpack_values(state)
+            state, first_values = _unpack_values(state)
         for sublayer in self.sublayers:
             inputs, is_normed, state = reader.read(self, sublayer.name, state, sublayer.first)  # (batch, seq, hidden)
             outputs = []
@@ -132,7 +134,7 @@ class ResidualDecoderLayer:
                 output = output * getattr(self, sublayer.multiplier)
             state = modules[f"{sublayer.name}_proj"].write(state, output)
         if self.mixes_values:
-            state = pack_values(state, first_values)
+            state = _pack_values(state, first_values)
         return reader.after(self.layer_idx, state)
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> tuple[Any, ...]:
@@ -199,13 +201,14 @@ class DepthReader:
         """
         if self.model is None or layer_idx != self.last:
             return state
-        return self.read(self.model, "output_attn_res", unpack_values(state)[0])[0]
+        return self.read(self.model, "output_attn_res", _unpack_values(state)[0])[0]
 
 
 class ResidualModel(ResidualPreTrainedModel):
     """Mixin of a backbone's decoder, such as `LlamaModel`."""
 
     layer_class: type[ResidualDecoderLayer]
+    layers: nn.ModuleList
 
     def __init__(self, config: ResidualConfig):
         config.check_fields()
@@ -238,23 +241,24 @@ class ResidualModel(ResidualPreTrainedModel):
             arguments: the arguments by name.
 
         Raises:
-            ValueError: as [`keep_documents_apart`], or the row has several documents and the backbone carries a state
-                through all of it.
+            ValueError: as [`find_documents`] and [`keep_apart`], or the row has several documents and the backbone
+                carries a state through all of it.
         """
-        arguments, documents = keep_documents_apart(arguments, self.config, self.makes_cache(arguments))
+        # The paged cache of continuous batching (`generate_batch`) keeps the requests in a row apart. Its borders of
+        # keys are a dictionary, and include tokens in the cache.
+        is_paged = arguments.get("write_index") is not None
+        if shape_of(arguments) is None or is_paged:
+            return arguments
+        arguments, documents = find_documents(arguments, self.makes_cache(arguments))
+        if documents is None:
+            return arguments
         # `_is_stateful` is private, but nothing else in `transformers` marks such backbones.
-        if documents is not None and self._is_stateful:
+        if self._is_stateful:
             raise ValueError(
                 f"the row has several documents, but the backbone {self.config.backbone!r} carries a state from one to "
                 "the next: pass each document as a separate row."
             )
-        mask = arguments.get("attention_mask")
-        if documents is not None and isinstance(mask, Tensor) and mask.ndim == 2:
-            # `transformers` keeps documents apart only where there is no mask, so make the masks here.
-            dtype = self.get_input_embeddings().weight.dtype
-            mask = separate_under_mask(mask, documents, self.config, dtype, every_layer=True)
-            arguments = arguments | {"attention_mask": mask}
-        return arguments
+        return keep_apart(arguments, documents, self.config, self.get_input_embeddings().weight.dtype)
 
     def makes_cache(self, arguments: dict[str, Any]) -> bool:
         """Return whether `transformers` makes a cache in a forward pass with these arguments by name."""
@@ -422,6 +426,23 @@ class PooledByMask(GenericForSequenceClassification):
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
         names = {field.name for field in fields(SequenceClassifierOutputWithPast)} & outputs.keys()
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
+
+
+def _pack_values(state: DepthState, first_values: Tensor) -> tuple[Any, ...]:
+    """Return what goes from layer to layer: `V_1`, whether the depth state is a tuple, and its tensors.
+
+    It is flat, because checkpointing of activations passes gradients only to tensors that are arguments and results.
+    """
+    is_tuple = isinstance(state, tuple)
+    return first_values, is_tuple, *(state if is_tuple else (state,))
+
+
+def _unpack_values(packed: DepthState | tuple[Any, ...]) -> tuple[DepthState, Tensor | None]:
+    """Return the depth state and `V_1`; for a state that was not packed, as before the first layer, `None`."""
+    if not isinstance(packed, tuple) or len(packed) < 3 or not isinstance(packed[1], bool):
+        return packed, None
+    first_values, is_tuple, *tensors = packed
+    return tuple(tensors) if is_tuple else tensors[0], first_values
 
 
 def _is_at(layer: nn.Module, index: int) -> bool:

@@ -19,7 +19,7 @@ from transformers import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from .documents_attnres import is_start
+from .rows_attnres import Rows, is_start
 
 
 def convolve(
@@ -128,39 +128,20 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
     convolve, convolve_step = staticmethod(convolve), staticmethod(convolve_step)
 
     @force_accelerate_hooks("conv1d")  # its weight is used without a call of the module
-    def forward(
-        self,
-        hidden_states: Tensor,
-        cache: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        *,
-        real_tokens: Tensor | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache: Cache | None = None, rows: Rows | None = None) -> Tensor:
         """Compute the layer's output `[batch, seq, hidden]`.
 
         Args:
             hidden_states: `[batch, seq, hidden]`.
-            cache: holds the states of earlier tokens; it must be `None` with `seq_idx`.
-            attention_mask: `[batch, seq]`, 0 for padding before the real tokens of a row without state, or after them
-                without a cache. It is enough to set such padding to zero.
-            real_tokens: `[batch, seq]`, false for padding; needed for padding anywhere else.
-            seq_idx: `[batch, seq]`, the number of each token's document; neighbouring documents differ.
-            cu_seqlens: the documents' borders in all rows together, for GPU kernels, beside `seq_idx`.
+            cache: holds the states of earlier tokens; it must be `None` with several documents in a row.
+            rows: which tokens are padding, and where documents begin; `None`: each row is one text.
         """
         batch, length = hidden_states.shape[:2]
-        order = None
-        if real_tokens is not None:
-            # Move real tokens to the front, in their order. The state runs through them; padding after them does not
-            # change it.
-            order = (~real_tokens).int().argsort(dim=1, stable=True)
+        rows = rows or Rows()
+        order = rows.order
+        if order is not None:
             hidden_states = hidden_states.gather(1, order.unsqueeze(-1).expand_as(hidden_states))
-            attention_mask = real_tokens.gather(1, order)
-            seq_idx = None if seq_idx is None else seq_idx.gather(1, order)
-            # These borders are for the old order of the tokens.
-            cu_seqlens = None
-        hidden_states = kimi_linear.apply_mask_to_padding_states(hidden_states, attention_mask)
+        hidden_states = kimi_linear.apply_mask_to_padding_states(hidden_states, rows.is_real)
 
         projections = self.q_proj, self.k_proj, self.v_proj
         mixed = torch.cat([project(hidden_states) for project in projections], -1).transpose(1, 2)
@@ -175,17 +156,17 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         else:
             if cache is not None:
                 # The kept tokens come before these: `[batch, channels, kernel + seq]`.
-                mixed = self._update_conv_state(cache, mixed, conv_state, attention_mask if order is not None else None)
-            mixed = self.run_convolution(self.convolve, mixed, seq_idx=seq_idx)[..., -length:]
+                mixed = self._update_conv_state(cache, mixed, conv_state, None if order is None else rows.is_real)
+            mixed = self.run_convolution(self.convolve, mixed, seq_idx=rows.documents)[..., -length:]
         heads = batch, length, -1, self.head_dim
         query, key, value = (part.view(heads) for part in mixed.transpose(1, 2).split(self.qkv_dim, dim=-1))
 
         g, beta = self.forget_gate(hidden_states), self.write_rate(hidden_states)
         if order is not None:
             # Padding neither forgets nor writes. (Zero inputs are not enough: their convolution sees real tokens.)
-            is_padding = ~attention_mask.unsqueeze(-1)
+            is_padding = ~rows.is_real.unsqueeze(-1)
             g, beta = g.masked_fill(is_padding.unsqueeze(-1), 0), beta.masked_fill(is_padding, 0)
-        documents = {} if is_step else {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        documents = {} if is_step else {"seq_idx": rows.documents, "cu_seqlens": rows.borders}
         recurrence = self.step if is_step else self.chunk
         output, state = recurrence(query, key, value, g, beta, state, cache is not None, **documents)
         if cache is not None:

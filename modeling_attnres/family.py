@@ -19,7 +19,8 @@ from transformers import processing_utils
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from . import backbones_attnres
-from .configuration_attnres import BACKBONES, CONNECTIONS, AttnResConfig, ResidualConfig, Sublayer, Sublayers, register
+from .configuration_attnres import BACKBONES, ResidualConfig, Sublayer, Sublayers
+from .connections_attnres import CONNECTIONS
 from .functional import depth_attention, depth_attention_reference
 from .functional_attnres import DEPTH_ATTENTION
 from .kimi_k3_attnres import (
@@ -30,6 +31,7 @@ from .kimi_k3_attnres import (
     AttnResKimiK3Model,
 )
 from .kimi_k3_configuration_attnres import AttnResKimiK3Config
+from .kimi_linear_configuration_attnres import AttnResConfig
 from .modeling_attnres import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
@@ -39,6 +41,7 @@ from .modeling_attnres import (
 )
 from .pretrained_attnres import ResidualPreTrainedModel
 from .residual_attnres import ResidualConnection, residual_tensors
+from .travelling import write_used_code
 from .utils.declared import register_connection
 from .utils.wording import did_you_mean
 from .value_residual_attnres import value_residual_tensors
@@ -129,7 +132,9 @@ def register_residual_connection(connection: type[ResidualConnection]) -> type[R
     for field, default in connection.fields.items():
         if defaults.get(field, default) != default or field in taken or not field.isidentifier():
             raise ValueError(f"`{field}` of {title} is a field of the configuration already, or not an identifier.")
-    register(connection)
+    CONNECTIONS[name] = connection
+    for field, default in connection.fields.items():
+        setattr(ResidualConfig, field, default)
     register_connection(name, connection.retrofit_options(), connection.fields)  # so that recipes take it
     return connection
 
@@ -172,6 +177,16 @@ def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *a
     return transformers.PreTrainedModel._upload_modified_files(model, folder, repo, *args, **kwargs)
 
 
+def _save_with_used_code(config: ResidualConfig, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any):
+    """Save a configuration as `transformers` does, with the code of the connection and the attention that it names."""
+    transformers.PreTrainedConfig.save_pretrained(config, save_directory, **kwargs)
+    write_used_code(config, Path(save_directory))
+    if push_to_hub:  # only now is the folder complete
+        config.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+
+# As below: code that travels writes no files. A saved copy lists what it uses already.
+ResidualConfig.save_pretrained = _save_with_used_code
 # `push_to_hub` calls this method, and has no other place for a card. It is set here, and not defined in the class,
 # because the class travels with weights and the cards do not.
 ResidualPreTrainedModel._upload_modified_files = _upload_with_card

@@ -5,78 +5,95 @@ which names Kimi Linear's model type. In a file a feature without a field is off
 the released model.
 """
 
-import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .attention_gate_attnres import GATE_FIELDS
-from .configuration_attnres import CONNECTIONS, AttnResConfig
-from .residual_attnres import FamilyWarning, explain_source, is_count, one_of, require, require_value
+from .connections_attnres import CONNECTIONS
+from .kimi_linear_configuration_attnres import AttnResConfig
+from .residual_attnres import explain_source, is_count, one_of, require, require_value
 
-# Fields of the text model in the order of the released `config.json`, under the names that it has there.
-_TEXT_FIELDS = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act", "activation_situ_beta",
-    "activation_situ_linear_beta", "rms_norm_eps", "initializer_range", "max_position_embeddings",
-    "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "mla_use_nope", "mla_use_output_gate", "attention_bias", "attention_dropout",
-    "num_experts", "num_experts_per_token", "num_shared_experts", "moe_intermediate_size",
-    "routed_expert_hidden_size", "latent_moe_use_norm", "first_k_dense_replace", "moe_layer_freq",
-    "moe_renormalize", "moe_router_activation_func", "topk_method", "use_grouped_topk", "num_expert_group",
-    "topk_group", "routed_scaling_factor", "num_nextn_predict_layers", "tie_word_embeddings", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id",
-)  # fmt: skip
-# Field of the released `linear_attn_config` -> field of the configuration.
-_LINEAR_FIELDS = {
-    "num_heads": "linear_num_heads",
-    "head_dim": "linear_head_dim",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
-    "gate_lower_bound": "gate_lower_bound",
-    "use_full_rank_gate": "use_full_rank_gate",
-}
+
+class _Field(NamedTuple):
+    """A field of the text model in a released `config.json`."""
+
+    released: str
+    """Its name in the file; a dot leads into an object."""
+    name: str
+    """Its name in the configuration here."""
+    absent: Any = ...
+    """The value where the file lacks the field, as in the released class: the feature is off. `...`: the default."""
+    null: Any = ...
+    """The value that null stands for; with `None`, null is also written. `...`: the field is left out of the file."""
+
+
+_LINEAR = "linear_attn_config"
+_FIELDS = (
+    _Field("vocab_size", "vocab_size"),
+    _Field("hidden_size", "hidden_size"),
+    _Field("num_hidden_layers", "num_hidden_layers"),
+    _Field("intermediate_size", "intermediate_size"),
+    _Field("hidden_act", "hidden_act", absent="silu"),
+    _Field("activation_situ_beta", "activation_situ_beta", absent=None),
+    _Field("activation_situ_linear_beta", "activation_situ_linear_beta", absent=None),
+    _Field("rms_norm_eps", "rms_norm_eps", absent=1e-6),
+    _Field("initializer_range", "initializer_range"),
+    _Field("max_position_embeddings", "max_position_embeddings"),
+    _Field("num_attention_heads", "num_attention_heads"),
+    _Field("num_key_value_heads", "num_key_value_heads"),
+    _Field("q_lora_rank", "q_lora_rank", absent=None, null=None),
+    _Field("kv_lora_rank", "kv_lora_rank"),
+    _Field("qk_nope_head_dim", "qk_nope_head_dim"),
+    _Field("qk_rope_head_dim", "qk_rope_head_dim"),
+    _Field("v_head_dim", "v_head_dim"),
+    _Field("mla_use_nope", "mla_use_nope"),
+    _Field("mla_use_output_gate", "mla_use_output_gate", absent=False),
+    _Field("attention_bias", "attention_bias"),
+    _Field("attention_dropout", "attention_dropout"),
+    _Field("linear_attn_config.num_heads", "linear_num_heads"),
+    _Field("linear_attn_config.head_dim", "linear_head_dim"),
+    _Field("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"),
+    _Field("linear_attn_config.gate_lower_bound", "gate_lower_bound", absent=None),
+    _Field("linear_attn_config.use_full_rank_gate", "use_full_rank_gate", absent=False),
+    _Field("num_experts", "num_local_experts", absent=None, null=None),
+    _Field("num_experts_per_token", "num_experts_per_tok"),
+    _Field("num_shared_experts", "n_shared_experts", absent=0, null=0),
+    _Field("moe_intermediate_size", "moe_intermediate_size"),
+    _Field("routed_expert_hidden_size", "routed_expert_hidden_size", absent=None),
+    _Field("latent_moe_use_norm", "latent_moe_use_norm", absent=False),
+    _Field("first_k_dense_replace", "first_k_dense_replace", absent=0),
+    _Field("moe_layer_freq", "moe_layer_freq"),
+    _Field("moe_renormalize", "norm_topk_prob"),
+    _Field("moe_router_activation_func", "moe_router_activation_func"),
+    _Field("topk_method", "topk_method"),
+    _Field("use_grouped_topk", "use_grouped_topk"),
+    _Field("num_expert_group", "n_group"),
+    _Field("topk_group", "topk_group"),
+    _Field("routed_scaling_factor", "routed_scaling_factor"),
+    _Field("num_nextn_predict_layers", "num_nextn_predict_layers"),
+    _Field("tie_word_embeddings", "tie_word_embeddings"),
+    _Field("use_cache", "use_cache"),
+    _Field("bos_token_id", "bos_token_id"),
+    _Field("eos_token_id", "eos_token_id"),
+    _Field("pad_token_id", "pad_token_id"),
+    _Field("attn_res_block_size", "attn_res_block_size", absent=None),
+)
 _LAYER_LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
-# The value of a field that a released file lacks, as in the released class: the feature is off. In the class here it is
-# on by default, as in Kimi K3.
-_ABSENT = {
-    "activation_situ_beta": None,
-    "activation_situ_linear_beta": None,
-    "attn_res_block_size": None,
-    "first_k_dense_replace": 0,
-    "gate_lower_bound": None,
-    "hidden_act": "silu",
-    "latent_moe_use_norm": False,
-    "mla_use_output_gate": False,
-    "num_experts": None,
-    "num_shared_experts": 0,
-    "q_lora_rank": None,
-    "rms_norm_eps": 1e-6,
-    "routed_expert_hidden_size": None,
-    "use_full_rank_gate": False,
-}
 # Fields of SiTU. With another activation they are null.
 _OF_SITU = ("activation_situ_beta", "activation_situ_linear_beta")
 # Fields that are true or false. `transformers` does not check the types of fields that Kimi Linear does not have.
 _SWITCHES = ("mla_use_output_gate", "use_full_rank_gate", "latent_moe_use_norm")
-# Fields whose null in the file differs from their absence, for other readers of the file.
-_WRITTEN_NULLS = ("q_lora_rank", "num_experts")
-# A field of the text model that is not in this class is one of three kinds. The first has no effect: releases, older
-# releases of the same authors or `transformers` have the field, and this model needs no such number. It is kept.
+# Fields that are not in this class and have no effect: releases, older releases of the same authors or `transformers`
+# have them, and this model needs no such number. Any other field that is not off is refused.
 _WITHOUT_EFFECT = (
     "aux_loss_alpha", "ep_size", "head_dim", "model_max_length", "num_nextn_predict_layers", "pretraining_tp",
     "rope_parameters", "rope_scaling", "rope_theta", "seq_aux", "qk_head_dim", "output_router_logits",
     "_name_or_path", "attn_implementation", "experts_implementation", "name_or_path", "num_labels", "torch_dtype",
     "output_attentions", "pruned_heads", "torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict",
     "add_cross_attention", "cross_attention_hidden_size", "is_decoder", "tie_encoder_decoder",
-)  # fmt: skip
-# The second is of the architecture: its name begins like that of a size, a switch or a function. It is refused. The
-# third is any other: it is kept, and a warning names it.
-_OF_ARCHITECTURE = (
-    "activation_", "attention_", "attn_", "conv_", "dense_", "embedding_", "expert", "ffn_", "final_", "full_",
-    "gate_", "head_", "hidden_", "kda_", "kv_", "latent_", "layer_", "linear_", "logit", "mla_", "mlp_", "moe_",
-    "n_", "norm_", "num_", "q_", "qk_", "residual_", "rms_", "rope_", "routed_", "router_", "safe_",
-    "shared_", "short_", "situ", "sliding_", "topk_", "use_", "v_",
 )  # fmt: skip
 # Fields that describe the file, not the model.
 _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
@@ -188,17 +205,20 @@ class AttnResKimiK3Config(AttnResConfig):
                 "`AttnResKimiK3Config.from_dict`."
             )
         # `transformers` has set the fields that it knows, and passes on the others, of which some are second names from
-        # releases. Types are checked under the first names.
-        first_names = {released: name for name, released in self.attribute_map.items()}
-        for name, value in self.fields_of_file(kwargs, fill="text_config" in kwargs).items():
-            field = first_names.get(name, name)
+        # releases. Types are checked under the names here.
+        names = {field.released: field.name for field in _FIELDS}
+        for name, value in decode(kwargs, fill="text_config" in kwargs).items():
+            field = names.get(name, name)
             if field in type(self).__dataclass_fields__:
                 setattr(self, field, value)
                 kwargs.pop(name, None)
             else:
                 kwargs[name] = value
-        for name in ("text_config", "linear_attn_config", "quantization_config", *(self.composite_fields or ())):
+        for name in ("text_config", _LINEAR, "quantization_config", *(self.composite_fields or ())):
             kwargs.pop(name, None)
+        for field in _FIELDS:
+            if field.null not in (None, ...) and getattr(self, field.name) is None:
+                setattr(self, field.name, field.null)
         if self.attn_res_block_size is None and self.residual_connection == "attn_res":
             self.residual_connection = "standard"
         self.check_sizes()  # before lists of such a length are made
@@ -210,7 +230,6 @@ class AttnResKimiK3Config(AttnResConfig):
             ]
         if self.mlp_layer_types is None:
             self.mlp_layer_types = self._released_mlp_types()
-        self.n_shared_experts = self.n_shared_experts or 0
         for name in _OF_SITU:
             # The default bounds belong to SiTU. `check_fields` refuses any other bound beside another activation.
             if self.hidden_act != "situ" and getattr(self, name) == getattr(type(self), name):
@@ -224,13 +243,6 @@ class AttnResKimiK3Config(AttnResConfig):
             if value == getattr(type(self), name) and isinstance(value, int) and value >= self.vocab_size:
                 setattr(self, name, None)
         super().__post_init__(**kwargs)
-
-    @classmethod
-    def _check_without_situ(cls, fields: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if fields with another activation than SiTU have bounds of SiTU, which it would ignore."""
-        for name in _OF_SITU:
-            allowed = f"null where `hidden_act` is {fields['hidden_act']!r}, or `hidden_act` must be 'situ'"
-            require_value(name, fields[name], fields[name] is None, allowed)
 
     def _released_gate(self) -> str | None:
         """Return the family's `attention_gate` that `mla_use_output_gate` stands for."""
@@ -256,67 +268,9 @@ class AttnResKimiK3Config(AttnResConfig):
         """Accept the fields of Kimi K3."""
 
     @classmethod
-    def fields_of_file(cls, fields: Mapping[str, Any], fill: bool = True) -> dict[str, Any]:
-        """Return the fields of a released `config.json` as arguments of this class.
-
-        Args:
-            fields: those of the composite model, of the text model, or arguments of this class.
-            fill: whether a feature of which the file says nothing is off.
-
-        Raises:
-            ValueError: the lists of layers contradict each other; a field of linear attention is unknown; the
-                quantisation is not the released one.
-        """
-        outer, layout = {name: value for name, value in fields.items() if name not in _OF_CODE[1:]}, {}
-        if "text_config" not in outer and "linear_attn_config" not in outer and outer.get("model_type") is None:
-            return outer  # arguments of this class
-        has_text = "text_config" in outer
-        text = outer.pop("text_config", None)
-        if has_text and not text:
-            raise ValueError(
-                "`text_config` is empty, but must hold the fields of the text model. Use the checkpoint's own "
-                "config.json."
-            )
-        if not has_text:
-            flat = outer
-            if flat.get("model_type") == cls.backbone:
-                layout = {"checkpoint_layout": TEXT}
-        else:
-            text = {name: value for name, value in _as_object("text_config", text).items() if name not in _OF_CODE}
-            known = cls._known_fields()
-            composite = {name: outer.pop(name) for name in [*outer] if name not in known}
-            flat = outer | {name: value for name, value in text.items() if name not in _OF_FILE or name not in outer}
-            flat["quantization_config"] = text.get("quantization_config") or outer.get("quantization_config")
-            layout = {"checkpoint_layout": COMPOSITE, "composite_fields": composite or None}
-        _check_quantization(flat.pop("quantization_config", None))
-        linear = _as_object("linear_attn_config", flat.pop("linear_attn_config", None))
-        lists = {name: linear.pop(name) for name in _LAYER_LISTS if linear.get(name) is not None}
-        for name, value in linear.items():
-            if name in _LINEAR_FIELDS:
-                flat[_LINEAR_FIELDS[name]] = value
-            elif value not in (None, False):
-                raise ValueError(
-                    f"`linear_attn_config` has the field `{name}` ({value!r}), which may change what the model "
-                    "computes, and which this version does not know. Update the code, or remove the field if it has no "
-                    "effect."
-                )
-        if lists:
-            layers = flat.get("num_hidden_layers", cls.num_hidden_layers)
-            flat["layer_types"] = _layer_types(lists, layers)
-        if fill:
-            # A field may have two names, of the released file and of `transformers`.
-            given = {cls.attribute_map.get(name, name) for name in flat}
-            flat |= {name: value for name, value in _ABSENT.items() if cls.attribute_map.get(name, name) not in given}
-            if flat["hidden_act"] != "situ":
-                cls._check_without_situ(flat)
-            # For the checks of a loaded checkpoint, which compare the fields of the family.
-            flat["attention_gate"] = "sdpa" if flat["mla_use_output_gate"] else None
-            if flat["attn_res_block_size"] is None:
-                flat.setdefault("residual_connection", "standard")
-        flat.pop("model_type", None)
-        # The released names are no classes here. `to_dict` writes them.
-        flat["architectures"] = ["AttnResKimiK3ForCausalLM"]
-        return flat | layout | ({"model_type": cls.model_type} if fill else {})
+    def fields_of_file(cls, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a released `config.json` as arguments of this class; see [`decode`]."""
+        return decode(fields)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -327,16 +281,16 @@ class AttnResKimiK3Config(AttnResConfig):
             kwargs: fields with other values, also under their released names; and arguments of `transformers`.
         """
         # `transformers` would set the changed fields last, when other fields already follow from the old values.
-        names = cls._known_fields() - {*_WITHOUT_EFFECT, *_OF_FILE, "dtype"} | {"linear_attn_config"}
+        names = cls.known_fields() - {*_WITHOUT_EFFECT, *_OF_FILE, "dtype"} | {_LINEAR}
         changes = {name: kwargs.pop(name) for name in [*kwargs] if name in names}
         with explain_source(kwargs.get("name_or_path")):  # an Auto class gives the directory or Hub id
-            return super().from_dict(cls._changed(cls.fields_of_file(config_dict), changes), **kwargs)
+            return super().from_dict(cls._changed(decode(config_dict), changes), **kwargs)
 
     @classmethod
     def _changed(cls, fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments of this class with some changed. Of a field's two names, that of the change remains."""
-        if "linear_attn_config" in changes:
-            changes = cls.fields_of_file(changes, fill=False)
+        if _LINEAR in changes:
+            changes = decode(changes, fill=False)
         changed = {cls.attribute_map.get(name, name) for name in changes}
         # These follow from other fields.
         if "mla_use_output_gate" in changed:
@@ -358,7 +312,7 @@ class AttnResKimiK3Config(AttnResConfig):
         # Not the method of the family: it would hide which layout the file has.
         fields, kwargs = PreTrainedConfig.get_config_dict.__func__(cls, *args, **kwargs)
         with explain_source(args[0] if args else None):
-            return cls.fields_of_file(fields), kwargs
+            return decode(fields), kwargs
 
     def check_sizes(self) -> None:
         """Check the sizes that tensors are made of; see the base class."""
@@ -393,83 +347,152 @@ class AttnResKimiK3Config(AttnResConfig):
             is_given = self.activation_situ_beta is not None
             require(self, "activation_situ_beta", is_given, "a finite number > 0 where `hidden_act` is 'situ'")
         else:
-            self._check_without_situ(vars(self))
+            _check_without_situ(vars(self))
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
         require(self, "checkpoint_layout", self.checkpoint_layout in (COMPOSITE, TEXT), one_of((COMPOSITE, TEXT)))
         gate = self._released_gate()
         allowed = f"{gate!r} where `mla_use_output_gate` is {self.mla_use_output_gate}. Set `mla_use_output_gate` alone"
         require(self, "attention_gate", self.attention_gate == gate, allowed)
-        require(self, "value_residual", self.value_residual is None, "null: Kimi K3 has no value residuals")
+        has_none = getattr(self, "value_residual", None) is None  # saved code has the field only if it is used
+        require(self, "value_residual", has_none, "null: Kimi K3 has no value residuals")
         allowed = "those of `num_experts`, `first_k_dense_replace` and `moe_layer_freq`"
         require(self, "mlp_layer_types", self.mlp_layer_types == self._released_mlp_types(), allowed)
-        for name, value in self._unknown_fields().items():
-            if name.startswith(_OF_ARCHITECTURE):
+        known = self.known_fields()
+        for name, value in vars(self).items():
+            if name not in known and name[0] != "_" and value not in (None, False, "", [], {}):
                 raise ValueError(
                     f"`{name}` ({value!r}) may change what the model computes, and this version does not know it. "
                     "Update the code, or remove the field from config.json if it has no effect."
                 )
 
-    def _unknown_fields(self) -> dict[str, Any]:
-        """Return the fields that this class does not have, unless they are off or known to have no effect."""
-        known = self._known_fields()
-        fields = {name: value for name, value in vars(self).items() if name not in known and name[0] != "_"}
-        return {name: value for name, value in fields.items() if value not in (None, False, "", [], {})}
-
-    def _warn_of_unknown_fields(self) -> None:
-        """Warn of fields that are not in this class and are not refused."""
-        for name, value in sorted(self._unknown_fields().items()):
-            message = (
-                f"`{name}` ({value!r}) is not a field of Kimi K3 here, and has no effect. It is kept on saving. If it "
-                "changes what the model computes, update the code."
-            )
-            warnings.warn(message, FamilyWarning, stacklevel=3)
-
     @classmethod
-    def _known_fields(cls) -> set[str]:
+    def known_fields(cls) -> set[str]:
         """Return the names of all fields that are not of another version."""
         connections = (name for connection in CONNECTIONS.values() for name in connection.fields)
         names = {*cls.attribute_map, *cls.attribute_map.values(), *connections, *GATE_FIELDS}
         return {*cls.__dataclass_fields__, *_WITHOUT_EFFECT, *_OF_FILE, *names}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a released `config.json` has them, in the layout of `checkpoint_layout`."""
-        fields = super().to_dict()
-        # No release has a classifier, so it keeps its own name.
-        classifiers = [name for name in fields.get("architectures") or () if name.endswith("Classification")]
-        text = {"model_type": self.backbone, "architectures": classifiers or ["KimiLinearForCausalLM"]}
-        for name in _TEXT_FIELDS:
-            value = getattr(self, name)
-            if value is not None or name in _WRITTEN_NULLS:
-                text[name] = value
-        if self.num_local_experts is None:
-            text |= fields_without_experts(self.num_hidden_layers)
-        linear = {name: getattr(self, field) for name, field in _LINEAR_FIELDS.items()}
-        text["linear_attn_config"] = {name: value for name, value in linear.items() if value is not None} | {
-            name: [i + 1 for i, of_layer in enumerate(self.layer_types) if of_layer == kind]
-            for name, kind in _LAYER_LISTS.items()
-        }
-        if self.residual_connection == "attn_res":
-            text["attn_res_block_size"] = self.attn_res_block_size
-        elif self.residual_connection != "standard":
-            text["residual_connection"] = self.residual_connection
-        for name, default in CONNECTIONS[self.residual_connection].fields.items():
-            if name != "attn_res_block_size" and fields.get(name, default) != default:
-                text[name] = fields[name]
-        # Of the common fields of `transformers`, those that were changed; and fields that no one here knows.
-        common, written = PreTrainedConfig().to_dict(), {*_TEXT_FIELDS, *self._known_fields()}
-        for name, value in fields.items():
-            is_changed = name in common and name not in _OF_FILE and value != common[name]
-            is_unknown = name not in common and name not in written
-            if name not in text and not name.startswith("_") and (is_changed or is_unknown):
-                text[name] = value
-        outer = {name: fields[name] for name in ("auto_map", "transformers_version") if name in fields}
-        if self.checkpoint_layout == TEXT:
-            return text | outer
-        outer |= {"model_type": self.model_type, "architectures": classifiers or ["KimiK3ForConditionalGeneration"]}
-        names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
-        outer |= {name: text[name] for name in names if name in text}
-        return outer | (self.composite_fields or {}) | {"text_config": text}
+        """Return the fields as a released `config.json` has them; see [`encode`]."""
+        return encode(self, super().to_dict())
+
+
+def decode(fields: Mapping[str, Any], fill: bool = True) -> dict[str, Any]:
+    """Return the fields of a released `config.json` as arguments of [`AttnResKimiK3Config`].
+
+    Args:
+        fields: those of the composite model, of the text model, or arguments of the class.
+        fill: whether a feature of which the file says nothing is off.
+
+    Raises:
+        ValueError: the lists of layers contradict each other; a field of linear attention is unknown; the
+            quantisation is not the released one.
+    """
+    fields = {name: value for name, value in fields.items() if name not in _OF_CODE[1:]}
+    if "text_config" not in fields and _LINEAR not in fields and fields.get("model_type") is None:
+        return fields  # arguments of the class
+    flat, layout = _flatten(fields)
+    _check_quantization(flat.pop("quantization_config", None))
+    linear = _as_object(_LINEAR, flat.pop(_LINEAR, None))
+    lists = {name: linear.pop(name) for name in _LAYER_LISTS if linear.get(name) is not None}
+    names = {field.released: field.name for field in _FIELDS}
+    for name, value in linear.items():
+        if (path := f"{_LINEAR}.{name}") in names:
+            flat[names[path]] = value
+        elif value not in (None, False):
+            raise ValueError(
+                f"`{_LINEAR}` has the field `{name}` ({value!r}), which may change what the model computes, and which "
+                "this version does not know. Update the code, or remove the field if it has no effect."
+            )
+    if lists:
+        layers = flat.get("num_hidden_layers", AttnResKimiK3Config.num_hidden_layers)
+        flat["layer_types"] = _layer_types(lists, layers)
+    if fill:
+        for field in _FIELDS:
+            if field.absent is not ... and flat.keys().isdisjoint(field[:2]):
+                flat[field.name] = field.absent
+        if flat["hidden_act"] != "situ":
+            _check_without_situ(flat)
+        # For the checks of a loaded checkpoint, which compare the fields of the family.
+        flat["attention_gate"] = "sdpa" if flat["mla_use_output_gate"] else None
+        if flat["attn_res_block_size"] is None:
+            flat.setdefault("residual_connection", "standard")
+        flat["model_type"] = AttnResKimiK3Config.model_type
+    else:
+        flat.pop("model_type", None)
+    # The released names are no classes here. `encode` writes them.
+    return flat | layout | {"architectures": ["AttnResKimiK3ForCausalLM"]}
+
+
+def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of the text model, and the fields that say in which layout a file has them."""
+    if "text_config" not in fields:
+        is_text = fields.get("model_type") == AttnResKimiK3Config.backbone
+        return fields, {"checkpoint_layout": TEXT} if is_text else {}
+    if not fields["text_config"]:
+        raise ValueError(
+            "`text_config` is empty, but must hold the fields of the text model. Use the checkpoint's own config.json."
+        )
+    text = _as_object("text_config", fields.pop("text_config"))
+    known = AttnResKimiK3Config.known_fields()
+    composite = {name: fields.pop(name) for name in [*fields] if name not in known}
+    quantization = text.get("quantization_config") or fields.get("quantization_config")
+    # Of two values of a field that describes the file, that of the composite model holds.
+    kept = {name for name in text if name not in _OF_CODE and not (name in _OF_FILE and name in fields)}
+    flat = fields | {name: text[name] for name in kept} | {"quantization_config": quantization}
+    return flat, {"checkpoint_layout": COMPOSITE, "composite_fields": composite or None}
+
+
+def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration as a released `config.json` has it, in the layout of `checkpoint_layout`.
+
+    Args:
+        config: the configuration.
+        fields: its fields as those of any model of `transformers`.
+    """
+    # No release has a classifier, so it keeps its own name.
+    classifiers = [name for name in fields.get("architectures") or () if name.endswith("Classification")]
+    text = {"model_type": config.backbone, "architectures": classifiers or ["KimiLinearForCausalLM"]}
+    linear = text[_LINEAR] = {
+        name: [i + 1 for i, of_layer in enumerate(config.layer_types) if of_layer == kind]
+        for name, kind in _LAYER_LISTS.items()
+    }
+    for field in _FIELDS:
+        value = getattr(config, field.name)
+        if value is not None or field.null is None:
+            *path, name = field.released.split(".")
+            (linear if path else text)[name] = value
+    if config.num_local_experts is None:
+        text |= fields_without_experts(config.num_hidden_layers)
+    if config.residual_connection != "attn_res":
+        text.pop("attn_res_block_size", None)
+        if config.residual_connection != "standard":
+            text["residual_connection"] = config.residual_connection
+    for name, default in CONNECTIONS[config.residual_connection].fields.items():
+        if name != "attn_res_block_size" and fields.get(name, default) != default:
+            text[name] = fields[name]
+    # Of the common fields of `transformers`, those that were changed; and fields that no one here knows, which are off.
+    common, known = PreTrainedConfig().to_dict(), config.known_fields() | {field.released for field in _FIELDS}
+    for name, value in fields.items():
+        is_changed = name in common and name not in _OF_FILE and value != common[name]
+        is_unknown = name not in common and name not in known
+        if name not in text and not name.startswith("_") and (is_changed or is_unknown):
+            text[name] = value
+    outer = {name: fields[name] for name in ("auto_map", "transformers_version") if name in fields}
+    if config.checkpoint_layout == TEXT:
+        return text | outer
+    outer |= {"model_type": config.model_type, "architectures": classifiers or ["KimiK3ForConditionalGeneration"]}
+    names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+    outer |= {name: text[name] for name in names if name in text}
+    return outer | (config.composite_fields or {}) | {"text_config": text}
+
+
+def _check_without_situ(fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if fields with another activation than SiTU have bounds of SiTU, which it would ignore."""
+    for name in _OF_SITU:
+        allowed = f"null where `hidden_act` is {fields['hidden_act']!r}, or `hidden_act` must be 'situ'"
+        require_value(name, fields[name], fields[name] is None, allowed)
 
 
 def fields_without_experts(num_layers: int) -> dict[str, int]:

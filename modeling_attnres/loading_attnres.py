@@ -15,24 +15,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.integrations.accelerate import load_offloaded_parameter
 
-from .attention_gate_attnres import GATE_FIELDS, gate_tensors
-from .configuration_attnres import CONNECTIONS
+from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
 from .residual_attnres import FamilyWarning, residual_tensors
-from .value_residual_attnres import value_residual_tensors
 
-_ADDED_FIELDS = ("residual_connection", "value_residual", *GATE_FIELDS)
 _SHOWN = 3  # tensors in a message
 
 
 def added_by_kind(model: nn.Module) -> tuple[dict[str, nn.Parameter], ...]:
-    """Return the tensors that are added to a backbone, by name: of connections, of gates, and of value residuals."""
-    return residual_tensors(model), gate_tensors(model), value_residual_tensors(model)
+    """Return the tensors that are added to a backbone, by name: those of connections, then of each attention change."""
+    return residual_tensors(model), *(change.tensors(model) for change in ATTENTION_CHANGES)
 
 
 def added_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields that say how a model differs from its backbone, with their values."""
-    connection = CONNECTIONS[config.residual_connection]
-    return {name: getattr(config, name) for name in (*connection.fields, *_ADDED_FIELDS)}
+    fields = dict(CONNECTIONS[config.residual_connection].fields)
+    for change in ATTENTION_CHANGES:
+        fields |= change.fields
+    return {name: getattr(config, name, fields.get(name)) for name in ("residual_connection", *fields)}
 
 
 def put_back_changed(config: PreTrainedConfig, built_with: Mapping[str, Any]) -> None:
@@ -187,26 +186,16 @@ def warn_of_change(
     before = {field: values[0] for field, values in changed.items()}
     if changed and _is_standard(model, before, info["unexpected_keys"]):
         changed = {}
-    # An added gate starts at random weights. Without a gate in the checkpoint, the gate's other fields have no meaning.
-    fields = GATE_FIELDS if stored.get("attention_gate") is not None else {"attention_gate": None}
-    gate = {f: (stored.get(f, fields[f]), getattr(config, f)) for f in fields}
-    changed |= {field: values for field, values in gate.items() if values[0] != values[1]}
-    gates = gate_tensors(model)
-    if "attention_gate" not in changed and gates and not gates.keys() - set(info["missing_keys"]):
-        message = (
-            f"{source}: its config.json has the `attention_gate` {config.attention_gate!r}, but its weights hold no "
-            "gate, so the gates start at random. Restore them, or remove the field."
-        )
-        warnings.warn(message, FamilyWarning, stacklevel=3)
-    values, start = value_residual_tensors(model), stored.get("value_residual")
-    if (start is None) != (config.value_residual is None) and config.value_residual != "standard":
-        changed["value_residual"] = start, config.value_residual
-    elif values and config.value_residual == "half" and not values.keys() - set(info["missing_keys"]):
-        message = (
-            f"{source}: its config.json has value residuals, but its weights hold no coefficients, so they start at "
-            "1/2. Restore them, or remove the field."
-        )
-        warnings.warn(message, FamilyWarning, stacklevel=3)
+    for change in ATTENTION_CHANGES:
+        differing, tensors = change.differing_fields(config, stored), change.tensors(model)
+        changed |= differing
+        start = change.start(config)
+        if start and tensors and change.field not in differing and not tensors.keys() - set(info["missing_keys"]):
+            message = (
+                f"{source}: its config.json has the `{change.field}` {getattr(config, change.field)!r}, but its "
+                f"weights hold no tensors of it, so these start {start}. Restore them, or remove the field."
+            )
+            warnings.warn(message, FamilyWarning, stacklevel=3)
     if changed:
         differences = "; ".join(
             f"`{f}` is {before!r} in its config.json, and {now!r} here" for f, (before, now) in changed.items()

@@ -19,7 +19,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from .configuration_attnres import AttnResConfig, Sublayers
+from .configuration_attnres import Sublayers
 from .decoder_attnres import (
     PooledByMask,
     ResidualDecoderLayer,
@@ -28,13 +28,11 @@ from .decoder_attnres import (
     ResidualModel,
 )
 from .delta_attention_attnres import DeltaAttention
-from .documents_attnres import cache_of, keep_documents_apart
 from .functional_attnres import accelerated
-from .padding_attnres import for_linear_attention
+from .kimi_linear_configuration_attnres import AttnResConfig
+from .padding_attnres import read_rows
 from .pretrained_attnres import ResidualPreTrainedModel
-
-# Arguments that `for_linear_attention` prepares for delta attention; other layers do not take them.
-_OF_DELTA_ATTENTION = ("real_tokens", "seq_idx", "cu_seqlens")
+from .rows_attnres import Rows, cache_of
 
 
 class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLayer):
@@ -53,15 +51,14 @@ class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLay
             if accelerated is not None:
                 accelerated.accelerate_delta_attention(self.self_attn)
 
-    def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> tuple[Any, ...]:
+    def attend(
+        self, attention: nn.Module, hidden_states: Tensor, rows: Rows | None = None, **kwargs
+    ) -> tuple[Any, ...]:
         """Call full attention or delta attention with the arguments that it takes; see the base class."""
         if self.block_type == "full_attention":
-            kwargs = {name: value for name, value in kwargs.items() if name not in _OF_DELTA_ATTENTION}
             return super().attend(attention, hidden_states, **kwargs)
-        # Delta attention takes no positions, and returns only the output.
-        names = ("attention_mask", *_OF_DELTA_ATTENTION)
-        kwargs_of_delta = {name: kwargs[name] for name in names if name in kwargs}
-        return (attention(hidden_states, cache_of(kwargs), **kwargs_of_delta),)
+        # Delta attention takes no positions and no mask, and returns only the output.
+        return (attention(hidden_states, cache_of(kwargs), rows),)
 
 
 class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreTrainedModel):
@@ -87,12 +84,12 @@ class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinear
 
     def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Prepare padding and documents for full attention and delta attention; see the base class."""
-        arguments, documents = keep_documents_apart(arguments, self.config, self.makes_cache(arguments))
-        if "linear_attention" not in self.config.layer_types:
-            return arguments
-        layer_idx = self.config.layer_types.index("linear_attention")
-        dtype = self.embed_tokens.weight.dtype
-        return for_linear_attention(arguments, self.config, dtype, documents, layer_idx)
+        kinds = self.config.layer_types
+        if "linear_attention" not in kinds:
+            return super().prepare_rows(arguments)
+        dtype, makes_cache = self.embed_tokens.weight.dtype, self.makes_cache(arguments)
+        arguments, rows = read_rows(arguments, self.config, dtype, makes_cache, kinds.index("linear_attention"))
+        return arguments | {"rows": rows}
 
 
 class AttnResForCausalLM(ResidualLanguageModel, AttnResPreTrainedModel, kimi_linear.KimiLinearForCausalLM):

@@ -8,7 +8,7 @@ from functools import partial, wraps
 from inspect import signature
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from transformers import initialization as init
 from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import OutputRecorder
 
-from .configuration_attnres import CONNECTIONS, ResidualConfig
+from .configuration_attnres import ResidualConfig
+from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
 from .loading_attnres import (
     added_by_kind,
     check_added,
@@ -29,9 +30,8 @@ from .loading_attnres import (
     stored_fields,
     warn_of_change,
 )
-from .residual_attnres import ResidualConnection, ResidualNorm, explain_source
+from .residual_attnres import AddedModule, ResidualConnection, ResidualNorm, explain_source
 from .saving_attnres import complete_save, saved_whole, stage_in
-from .value_residual_attnres import ValueResidual
 
 # Model type -> class name. `Trainer`'s label smoothing, pipelines, `transformers serve` and lm-eval look here to tell
 # language models from others. An Auto class's `register` does not write to these tables.
@@ -48,7 +48,11 @@ FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
 _MIXINS = f"{__name__.rpartition('.')[0]}.decoder_attnres"
 
 
-class ResidualPreTrainedModel:
+# A class of the family has its backbone's class after the mixin, so a type checker sees what all models have.
+_AnyModel = PreTrainedModel if TYPE_CHECKING else object
+
+
+class ResidualPreTrainedModel(_AnyModel):
     """Mixin of a backbone's `PreTrainedModel`: loading, saving, dtypes, and records of hidden states."""
 
     config: ResidualConfig
@@ -90,10 +94,11 @@ class ResidualPreTrainedModel:
         for name in ("_no_split_modules", "_keep_in_fp32_modules_strict"):
             vars(self).pop(name, None)  # the backbone's `__init__` has set them from its own classes
         super().post_init()
+        in_float32 = [name for c in ATTENTION_CHANGES if c.is_on(self.config) for name in c.float32_modules]
         if CONNECTIONS[self.config.residual_connection].form(self.config).float32:
-            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "*_res_proj"}
-        if self.config.value_residual is not None:
-            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "value_residual"}
+            in_float32.append("*_res_proj")
+        if in_float32:
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *in_float32}
         # A model that is made in 16 bits has all tensors in 16 bits. `from_pretrained` keeps the dtypes that it finds.
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         kept = self.tensors_kept_in_float32()
@@ -138,7 +143,7 @@ class ResidualPreTrainedModel:
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, (ResidualConnection, ValueResidual)):
+        if isinstance(module, AddedModule):
             module.reset_parameters()
         elif isinstance(module, ResidualNorm):
             init.ones_(module.weight)

@@ -101,7 +101,15 @@ def field_defaults(declaration: type) -> dict[str, Any]:
     return {name: getattr(declaration, name) for name in names}
 
 
-class ResidualConnection(nn.Module):
+class AddedModule(nn.Module):
+    """A module with tensors that the family adds to a backbone, and that have initial values of their own."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the tensors to their initial values."""
+
+
+class ResidualConnection(AddedModule):
     """The residual connection of one sublayer or of the model's output. A subclass defines at least `mix` and `write`.
 
     Args:
@@ -200,10 +208,6 @@ class ResidualConnection(nn.Module):
             ValueError: the function would change, or the connection has no such option.
         """
         raise ValueError(f"{cls.name!r} has no {' or '.join(f'`{option}`' for option in options)} to change.")
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set the tensors to their initial values."""
 
     def coefficients(self, state: DepthState, norm: Any = None) -> Any:
         """Compute the coefficients of a read, the part that depends on the state's values.

@@ -8,6 +8,7 @@ no values, but a normed latent, from which keys and values are made. There the l
 (The paper has no such form.)
 """
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
+from .attention_change_attnres import AttentionChange
 from .attention_gate_attnres import GatedAttention, StandIn, gated_class
-from .residual_attnres import DepthState, field_defaults, one_of, require
+from .residual_attnres import AddedModule, field_defaults, one_of, require
 from .streams_attnres import wide
 
 _STARTS = None, "half", "standard"
@@ -36,7 +38,7 @@ class ValueResidualFields:
 VALUE_RESIDUAL_FIELDS: dict[str, str | None] = field_defaults(ValueResidualFields)
 
 
-class ValueResidual(nn.Module):
+class ValueResidual(AddedModule):
     """The mixing of one layer's values with those of the first layer.
 
     Tensor: `weight` `[2]` holds `c_1` and `c_2 - 1`, in float32 or wider.
@@ -124,7 +126,8 @@ def add_value_residual(layer: nn.Module, config: PreTrainedConfig) -> None:
         ValueError: the backbone's attention has no separate projection to values, and no latent.
     """
     attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
-    if config.value_residual is None or isinstance(attention, MixedValues):
+    layer.mixes_values = ValueResiduals.is_on(config)
+    if not layer.mixes_values or isinstance(attention, MixedValues):
         return
     name = next((name for name in _PLACES if isinstance(getattr(attention, name, None), nn.Module)), "")
     allowed = f"null: the attention of {config.backbone!r} has no {' or '.join(_PLACES)}"
@@ -134,23 +137,6 @@ def add_value_residual(layer: nn.Module, config: PreTrainedConfig) -> None:
     attention.mixed = name
     if layer.layer_idx > 0:
         attention.value_residual = ValueResidual(config.value_residual)
-
-
-def pack_values(state: DepthState, first_values: Tensor) -> tuple[Any, ...]:
-    """Return what goes from layer to layer: `V_1`, whether the depth state is a tuple, and its tensors.
-
-    It is flat, because checkpointing of activations passes gradients only to tensors that are arguments and results.
-    """
-    is_tuple = isinstance(state, tuple)
-    return first_values, is_tuple, *(state if is_tuple else (state,))
-
-
-def unpack_values(packed: DepthState | tuple[Any, ...]) -> tuple[DepthState, Tensor | None]:
-    """Return the depth state and `V_1`; for a state that was not packed, as before the first layer, `None`."""
-    if not isinstance(packed, tuple) or len(packed) < 3 or not isinstance(packed[1], bool):
-        return packed, None
-    first_values, is_tuple, *tensors = packed
-    return tuple(tensors) if is_tuple else tensors[0], first_values
 
 
 def value_residual_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -180,3 +166,26 @@ def check_value_residual(config: PreTrainedConfig) -> None:
     # Each process has some heads, so its gradient of a coefficient is a part of the sum.
     added = dict.fromkeys((f"{owner}.value_residual" for owner in owners), "replicated_with_grad_allreduce")
     config.base_model_tp_plan = plan | added if plan else config.base_model_tp_plan
+
+
+class ValueResiduals(AttentionChange):
+    """Value residuals as a change of attention."""
+
+    field = "value_residual"
+    fields = VALUE_RESIDUAL_FIELDS
+    float32_modules = ("value_residual",)
+    check = staticmethod(check_value_residual)
+    add_to = staticmethod(add_value_residual)
+    tensors = staticmethod(value_residual_tensors)
+
+    @staticmethod
+    def differing_fields(config: PreTrainedConfig, stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return the field if only one of both has value residuals, which do not start as the model without them."""
+        before, now = stored.get("value_residual"), config.value_residual
+        differs = (before is None) != (now is None) and now != "standard"
+        return {"value_residual": (before, now)} if differs else {}
+
+    @staticmethod
+    def start(config: PreTrainedConfig) -> str:
+        """Return "at 1/2"; empty for coefficients that start as the standard model. See the base class."""
+        return "at 1/2" if config.value_residual == "half" else ""

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # the name in PyTorch'
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnres import ResidualConfig
+from attnres.decoder_attnres import ResidualDecoderLayer
 
 from .kernels import CAUSAL, FLASH, use_stand_ins
 
@@ -73,6 +74,11 @@ def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
     return model
 
 
+def layers_of(model: PreTrainedModel) -> list[ResidualDecoderLayer]:
+    """Return the decoder layers of a model of [`build`]."""
+    return [module for module in model.modules() if isinstance(module, ResidualDecoderLayer)]
+
+
 def divided_dimension(name: str, plan: dict[str, str], styles: dict[str, int]) -> int | None:
     """Return the dimension of a parameter that a tensor-parallel plan divides, or `None`.
 
@@ -116,4 +122,4 @@ def _divide(model: PreTrainedModel, tensor: int) -> None:
         setattr(owner, name.rpartition(".")[2], part)
 
 
-__all__ = ["WEIGHT_STYLES", "Batch", "build", "divided_dimension", "tensor_plan", "without_data"]
+__all__ = ["WEIGHT_STYLES", "Batch", "build", "divided_dimension", "layers_of", "tensor_plan", "without_data"]

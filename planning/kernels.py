@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from attnres.delta_attention_attnres import DeltaAttention
+
 # The name under which `transformers` finds the stand-in for flash attention. There is no mask for a name that it does
 # not know, and flash attention needs none.
 FLASH = "attnres_plan"
@@ -30,7 +32,7 @@ class _FlashAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
@@ -102,9 +104,8 @@ def delta_attention(
 def use_stand_ins(model: nn.Module) -> None:
     """Make the delta attentions of a model use the stand-in. Attention uses the other by its name [`FLASH`]."""
     for module in model.modules():
-        # The family's delta attention takes its recurrence as an attribute, which implementations replace.
-        if hasattr(module, "chunk") and hasattr(module, "step"):
-            module.chunk = delta_attention
+        if isinstance(module, DeltaAttention):
+            module.chunk = delta_attention  # its recurrence is an attribute, which implementations replace
 
 
 def causal_attention(

@@ -31,9 +31,9 @@ class LiveBytes(TorchDispatchMode):
         # By the address of the storage's object. The weak reference calls back when the storage is freed.
         self._storages: dict[int, weakref.ref] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run an operation, and count the tensors that it returns."""
-        result = function(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, Tensor):
                 self._add(value, counts=value.shape not in self._ignored_shapes)

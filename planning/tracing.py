@@ -15,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import DynamicCache, PreTrainedModel
 
 from attnres import ResidualConfig
-from attnres.decoder_attnres import DepthReader
+from attnres.decoder_attnres import DepthReader, ResidualDecoderLayer
 from attnres.padding_attnres import CACHE_NAME
 from attnres.utils.quiet import quiet_transformers
 
-from .building import Batch, build, without_data
+from .building import Batch, build, layers_of, without_data
 from .live_bytes import LiveBytes, storage_bytes, tensors_in
 from .traces import LayerTrace, Trace
 
@@ -79,7 +79,7 @@ class _Walk:
     numbers: list[tuple[int, ...]] = field(default_factory=list)
 
 
-def _connections_only(layer: nn.Module, state: Any, numbers: list[int] | None = None) -> Any:
+def _connections_only(layer: ResidualDecoderLayer, state: Any, numbers: list[int] | None = None) -> Any:
     """Run the reads and writes of a layer; each sublayer's output is an empty tensor."""
     reader = DepthReader()
     for sublayer in layer.sublayers:
@@ -91,10 +91,10 @@ def _connections_only(layer: nn.Module, state: Any, numbers: list[int] | None = 
 
 
 def _walk(model: PreTrainedModel, batch: Batch) -> _Walk:
-    walk = _Walk()
+    walk, layers = _Walk(), layers_of(model)
 
     def forward(
-        layer: nn.Module, *hidden_states: Any, reader: DepthReader, is_tuple: bool = False, **arguments: Any
+        layer: ResidualDecoderLayer, *hidden_states: Any, reader: DepthReader, is_tuple: bool = False, **arguments: Any
     ) -> Any:
         numbers: list[int] = []
         # A layer gets each tensor of a state as an argument of its own.
@@ -103,16 +103,16 @@ def _walk(model: PreTrainedModel, batch: Batch) -> _Walk:
         walk.arguments.append(arguments)
         state = _connections_only(layer, state, numbers)
         walk.numbers.append(tuple(numbers))
-        if len(walk.numbers) == len(model.base_model.layers):
+        if len(walk.numbers) == len(layers):
             walk.states.append(state)
         return reader.after(layer.layer_idx, state)
 
     # The model belongs to this file alone, so its layers may run another `forward` for a moment.
-    for layer in model.base_model.layers:
+    for layer in layers:
         layer.forward = MethodType(forward, layer)
     with torch.no_grad():
         model(input_ids=torch.zeros(batch.rows, batch.length, dtype=torch.long), use_cache=False, logits_to_keep=1)
-    for layer in model.base_model.layers:
+    for layer in layers:
         del layer.forward
     return walk
 
@@ -131,7 +131,7 @@ def _trace_training(model: PreTrainedModel, batch: Batch) -> Trace:
         parameter.grad = torch.empty_like(parameter)
     identities = _identities(walk.states)
     layers, known = [], {}
-    for i, layer in enumerate(model.base_model.layers):
+    for i, layer in enumerate(layers_of(model)):
         state = walk.states[i]
         kinds = [type(module) for module in layer.modules()]
         shapes = [(*tensor.shape, tensor.dtype) for tensor in (*layer.parameters(), *tensors_in(state))]
@@ -157,7 +157,7 @@ def _leaves(state: Any) -> Any:
     return torch.empty_like(state, memory_format=torch.contiguous_format).requires_grad_()
 
 
-def _trace_layer(layer: nn.Module, state: Any, arguments: dict[str, Any]) -> tuple[LayerTrace, list[int]]:
+def _trace_layer(layer: ResidualDecoderLayer, state: Any, arguments: dict[str, Any]) -> tuple[LayerTrace, list[int]]:
     """Run both passes of a layer. Return its memory, and the positions of the input and output states that it keeps."""
     kept, positions, forward, backward = _run(layer, _leaves(state), lambda state: layer(state, **arguments))
     # A second run, in which only the connections keep something.
@@ -165,14 +165,14 @@ def _trace_layer(layer: nn.Module, state: Any, arguments: dict[str, Any]) -> tup
     return LayerTrace({}, kept, connection_kept, forward=forward, backward=backward), positions
 
 
-def _run(layer: nn.Module, state: Any, function: Any) -> tuple[int, list[int], int, int]:
+def _run(layer: ResidualDecoderLayer, state: Any, function: Any) -> tuple[int, list[int], int, int]:
     """Run both passes of a function of a state.
 
     Returns:
         The bytes that it keeps besides states; the positions of the kept states among its input and output states;
         and the peaks of the forward pass and of both passes.
     """
-    ours = [*layer.parameters(), *layer.buffers(), *(p.grad for p in layer.parameters()), *tensors_in(state)]
+    ours = [*_tensors_of(layer), *tensors_in(state)]
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -199,26 +199,32 @@ def _run(layer: nn.Module, state: Any, function: Any) -> tuple[int, list[int], i
     return kept, positions, forward, live.peak
 
 
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a module, and the gradients that it holds."""
+    gradients = (parameter.grad for parameter in module.parameters())
+    return [*module.parameters(), *module.buffers(), *(gradient for gradient in gradients if gradient is not None)]
+
+
 def _trace_head(model: PreTrainedModel, state: Any, batch: Batch) -> int:
     """Return the peak of embedding, output read, norm, head and loss, in both passes."""
-    state, last = _leaves(state), len(model.base_model.layers) - 1
+    state, layers = _leaves(state), layers_of(model)
 
     def forward(
-        layer: nn.Module, *hidden_states: Any, reader: DepthReader, is_tuple: bool = False, **arguments: Any
+        layer: ResidualDecoderLayer, *hidden_states: Any, reader: DepthReader, is_tuple: bool = False, **arguments: Any
     ) -> Any:
-        if layer.layer_idx == last:
+        if layer is layers[-1]:
             return reader.after(layer.layer_idx, state)
         # The embedding's output goes through, so that it gets a gradient.
         return hidden_states if is_tuple else hidden_states[0]
 
-    for layer in model.base_model.layers:
+    for layer in layers:
         layer.forward = MethodType(forward, layer)
     live = LiveBytes()
-    live.ignore([*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *tensors_in(state)])
+    live.ignore([*_tensors_of(model), *tensors_in(state)])
     with live:
         ids = torch.zeros(batch.rows, batch.length, dtype=torch.long)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    for layer in model.base_model.layers:
+    for layer in layers:
         del layer.forward
     return live.peak
 
@@ -232,9 +238,9 @@ def _trace_inference(model: PreTrainedModel, batch: Batch) -> Trace:
         model(input_ids=past, logits_to_keep=1, **{CACHE_NAME: cache})
     states, starts, peaks = [], [], []
     live = LiveBytes()
-    layers = model.base_model.layers
+    layers = layers_of(model)
 
-    def forward(layer: nn.Module, *hidden_states: Any, is_tuple: bool = False, **arguments: Any) -> Any:
+    def forward(layer: ResidualDecoderLayer, *hidden_states: Any, is_tuple: bool = False, **arguments: Any) -> Any:
         states.append(hidden_states if is_tuple else hidden_states[0])
         live.peak = live.now
         starts.append(live.now)
@@ -247,7 +253,7 @@ def _trace_inference(model: PreTrainedModel, batch: Batch) -> Trace:
 
     for layer in layers:
         layer.forward = MethodType(forward, layer)
-    live.ignore([*model.parameters(), *model.buffers()])
+    live.ignore(_tensors_of(model))
     # The tensors of the cache are replaced by longer ones, and both exist for a moment.
     live.count(tensor for layer in cache.layers for tensor in _cached(layer))
     with live:

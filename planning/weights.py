@@ -8,7 +8,7 @@ from torch import Tensor
 from attnres import ResidualConfig
 from attnres.parameter_kinds import parameters_by_kind
 
-from .building import WEIGHT_STYLES, Batch, build, divided_dimension, tensor_plan, without_data
+from .building import WEIGHT_STYLES, Batch, build, divided_dimension, layers_of, tensor_plan, without_data
 from .jobs import OPTIMIZERS, Layout
 
 
@@ -61,7 +61,7 @@ def model_weights(config: ResidualConfig) -> list[Weights]:
     batch = Batch(1, 1)
     with without_data(batch):
         model = build(config, batch)
-    plan, layers = tensor_plan(model), len(model.base_model.layers)
+    plan, layers = tensor_plan(model), len(layers_of(model))
     embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     experts = {
         id(parameter)

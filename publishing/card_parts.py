@@ -8,7 +8,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from .card_metadata import split
+from .card_metadata import split_card
 
 ORDER = ("summary", "origin", "use", "results", "files")
 _BEGINS = re.compile(r"<!-- attnres:(\w+) ([0-9a-f]{12}) -->\n")
@@ -111,7 +111,7 @@ def appended(text: str, name: str, content: str) -> str:
 
 def text_by_hand(card: str) -> str:
     """Return the text below the metadata without the unedited parts of this package: a person has written it."""
-    text, written, place = split(unmarked(card))[1], [], 0
+    text, written, place = split_card(unmarked(card))[1], [], 0
     for candidate in parts(text):
         if not candidate.is_edited:
             written.append(text[place : candidate.start])

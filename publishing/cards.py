@@ -13,7 +13,6 @@ from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from packaging.requirements import Requirement
@@ -24,7 +23,7 @@ from attnres.checkpoints.source_files import check_file
 from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.utils.files import atomic_write
 
-from .card_metadata import dumped, filled, joined, read, split
+from .card_metadata import add_metadata, read_model_card, split_card
 from .card_parts import appended, part, put, unmarked
 from .markdown import code, escape, is_hub_id, link, python_text, shell_word
 
@@ -102,36 +101,29 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
     """
     try:
         text = (read_card(folder) if folder is not None else None) or ""
-        metadata = read(text)
+        metadata = read_model_card(text).data
     except (OSError, ValueError):
-        text, metadata = "", {}
+        text, metadata = "", ModelCardData()
     if part(text, "use") is not None:  # this package has written the card
         return unmarked(text)
     terms = {name: metadata[name] for name in _TERMS if metadata.get(name) and _is_plain(metadata[name])}
-    if "language" in terms:
-        terms["language"] = _languages(terms["language"])
     base = hub_id or metadata.get("base_model")
     # Some tools write the path of a directory as `base_model`. The Hub refuses it, and it would reveal a local path.
     is_public = base and not no_hub_ids(base)
     relation = {"base_model": base, "base_model_relation": "finetune"} if is_public else {}
     data = ModelCardData(**terms, **relation)
-    return str(ModelCard(joined(dumped(data.to_dict()), ""))) if data.to_dict() else ""
+    return f"---\n{data}\n---\n" if data.to_dict() else ""
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a value of metadata is a text or a list of texts. YAML reads `no`, for Norwegian, as false."""
-    return all(isinstance(item, str | bool) for item in (value if isinstance(value, list) else [value]))
+    """Return whether a value of metadata is a text or a list of texts."""
+    return all(isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
 
 
 def no_hub_ids(value: object) -> list[object]:
     """Return the names in a value of metadata, a name or a list, that cannot be ids of Hub repositories."""
     names = value if isinstance(value, list) else [value]
     return [name for name in names if not isinstance(name, str) or not is_hub_id(name)]
-
-
-def _languages(value: Any) -> Any:
-    """Return a language or list of languages with `no` for Norwegian, which YAML reads as false."""
-    return [_languages(item) for item in value] if isinstance(value, list) else "no" if value is False else value
 
 
 def read_card(folder: Path) -> str | None:
@@ -170,12 +162,12 @@ def decode_card(content: bytes, name: str) -> str:
 
 def without_template(text: str) -> str:
     """Return a card, or only its metadata if its text is the unfilled template of `transformers`."""
-    metadata, body = split(text)
+    metadata, body = split_card(text)
     try:
-        template = ModelCard.from_template(ModelCard(text).data, model_description=_TEMPLATE)
-    except (TypeError, ValueError, yaml.YAMLError):  # the template cannot hold this metadata
+        template = ModelCard.from_template(read_model_card(text).data, model_description=_TEMPLATE)
+    except (TypeError, ValueError):  # the template cannot hold this metadata
         return text
-    return joined(metadata, "") if body.strip() == template.text.strip() else text
+    return metadata if body.strip() == template.text.strip() else text
 
 
 def add_step(text: str, step: str) -> str:
@@ -188,10 +180,9 @@ def add_step(text: str, step: str) -> str:
     Returns:
         The new card.
     """
-    metadata, body = split(text)
-    if part(body, "origin") is None:
-        return joined(metadata, put(body, "origin", _render("origin", steps=[step])))
-    return joined(metadata, appended(body, "origin", step))
+    if part(text, "origin") is None:
+        return put(text, "origin", _render("origin", steps=[step]))
+    return appended(text, "origin", step)
 
 
 def complete(text: str, subject: CardSubject) -> str:
@@ -209,12 +200,12 @@ def complete(text: str, subject: CardSubject) -> str:
     """
     values = {"library_name": "transformers", "pipeline_tag": _TASKS[subject.auto_class]}
     tags = ["attnres", subject.config.residual_connection.replace("_", "-")]
-    metadata, body = split(filled(text, values, {"tags": tags, "datasets": subject.datasets}))
+    metadata, body = split_card(add_metadata(text, values, {"tags": tags, "datasets": subject.datasets}))
     facts = _facts(subject)
     for name in ("summary", "use", "results", "files"):
         content = _render(name, **facts) if name != "results" or subject.results else ""
         body = put(body, name, content)
-    return joined(metadata, body)
+    return f"{metadata.rstrip()}\n\n{body.lstrip()}"
 
 
 def write_card(text: str, subject: CardSubject) -> None:

@@ -37,7 +37,7 @@ from huggingface_hub.utils import hf_raise_for_status, httpx
 from attnres.utils.hub import check_repo
 from attnres.utils.wording import printable
 
-from .card_metadata import filled, read
+from .card_metadata import add_metadata, read_model_card
 from .card_parts import digest, marked, merge, part, put, unmarked
 from .cards import CARD, decode_card
 from .markdown import shell_word
@@ -287,8 +287,8 @@ def _merged(publication: Publication, uploaded: str | None, overwrite: bool) -> 
     if merged == local:
         return local, []
     try:
-        remote_fields, local_fields = read(merged), read(local)
-        merged = filled(merged, local_fields, {})
+        remote_fields, local_fields = (read_model_card(card).data.to_dict() for card in (merged, local))
+        merged = add_metadata(merged, local_fields)
     except ValueError as error:
         raise ValueError(f"README.md on the Hub cannot be read: {error}. Mend it there.") from error
     if origin := part(local, "origin"):

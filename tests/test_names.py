@@ -1,6 +1,8 @@
-"""No connection is known by its name outside the code of the models: the registry alone has it."""
+"""No connection is known by its name outside the models, and no two public classes of the package share a name."""
 
 import ast
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,8 @@ ALLOWED = {
     # Kimi K3 counts the layers of a block, and Kimi Linear, which it is compared with, the sublayers.
     ("benchmarks/kimi_k3.py", "attn_res_block_size"),
 }
+# Names that two classes still share.
+SHARED = {"Entry", "Job", "Pipeline", "Plan"}
 
 
 def said(source: str) -> set[str]:
@@ -65,3 +69,13 @@ def test_nothing_outside_the_models_says_the_name_of_a_connection_or_of_a_field_
     found = {(path.as_posix(), name) for path in FILES for name in said((ROOT / path).read_text(encoding="utf-8"))}
     assert found - ALLOWED == set()
     assert found >= ALLOWED, "an exception that is no longer needed"
+
+
+def test_no_two_public_classes_of_the_package_share_a_name():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = project["tool"]["setuptools"]["package-dir"].values()
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for folder in folders for path in (ROOT / folder).glob("*.py")]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert len(names) > 100
+    shared = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
+    assert shared - SHARED == set()

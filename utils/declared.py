@@ -17,13 +17,17 @@ _DEFAULTS = "field_defaults"  # the function of the model files that makes field
 
 
 class DeclaredConnection(NamedTuple):
-    """The options and fields of a retrofit that a residual connection, or a preset of one, declares.
+    """What a residual connection, or a preset of one, declares.
 
     Attributes:
+        module: The import name of the file that declares it.
+        class_name: The name of its class.
         options: The options of a retrofit, such as `block_size`.
         fields: The configuration fields that a retrofit can set: of the connection, and of gates and value residuals.
     """
 
+    module: str
+    class_name: str
     options: tuple[str, ...]
     fields: tuple[str, ...]
 
@@ -40,7 +44,7 @@ def register_connection(name: str, options: Collection[str], fields: Collection[
         fields: Its own configuration fields.
     """
     shared = _read_connections()[1]
-    _registered[name] = DeclaredConnection(tuple(options), (*fields, *shared))
+    _registered[name] = DeclaredConnection("", "", tuple(options), (*fields, *shared))
 
 
 def declared_connections() -> dict[str, DeclaredConnection]:
@@ -69,12 +73,14 @@ def trainer_fields() -> dict[str, tuple[str, ...]]:
 def _read_connections() -> tuple[dict[str, DeclaredConnection], tuple[str, ...]]:
     """Return the connections and presets by name, and the fields that each of them can set beside its own."""
     classes: dict[str, ast.ClassDef] = {}
+    modules: dict[str, str] = {}
     shared: list[str] = []
     for path in sorted(_folder("attnres").glob("*_attnres.py")):
         text = path.read_text(encoding="utf-8")
         if _DECLARES.search(text):  # the other files are long, and parsing them takes time
             tree = ast.parse(text)
             classes |= _classes(tree)
+            modules |= dict.fromkeys(_classes(tree), f"attnres.{path.stem}")
             values = (node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign))
             shared += filter(None, map(_declaration, values))
 
@@ -92,18 +98,23 @@ def _read_connections() -> tuple[dict[str, DeclaredConnection], tuple[str, ...]]
     for name in classes:
         title = _assigned(classes[name], "name")
         bases = [*lineage(name)]
-        if not isinstance(title, ast.Constant) or bases[-1].name != "ResidualConnection":
+        if not isinstance(title, ast.Constant) or "ResidualConnection" not in (base.name for base in bases):
             continue
         options = next(filter(None, (_assigned(base, "options") for base in bases)))
         plan = next(node for base in bases for node in base.body if getattr(node, "name", "") == "plan_retrofit")
         fields = next(filter(None, (_assigned(base, "fields") for base in bases)))
         arguments = plan.args.args[len(plan.args.args) - len(plan.args.defaults) :]
         names = [*(key.value for key in options.keys), *(argument.arg for argument in arguments)]
-        own[title.value] = names, fields_of(_declaration(fields) or "")
+        # A later class takes the place of its base of the same name.
+        own[title.value] = modules[name], name, names, fields_of(_declaration(fields) or "")
     presets = ast.literal_eval(_assigned(_parse(_folder("attnres") / "family.py"), "PRESETS"))
     own |= {name: own[preset["residual_connection"]] for name, preset in presets.items()}
     added = tuple(field for declaration in shared for field in fields_of(declaration))
-    return {name: DeclaredConnection((*options,), (*fields, *added)) for name, (options, fields) in own.items()}, added
+    declared = {
+        name: DeclaredConnection(module, title, (*options,), (*fields, *added))
+        for name, (module, title, options, fields) in own.items()
+    }
+    return declared, added
 
 
 def _folder(package: str) -> Path:

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 _ERRNO = re.compile(r"\(os error (\d+)\)")
@@ -20,7 +20,7 @@ _TOO_LONG = re.compile(r"timed out|wait timeout", re.IGNORECASE)
 
 
 @contextmanager
-def about(subject: str | os.PathLike, remedy: str = "") -> Iterator[None]:
+def about(subject: str | os.PathLike, remedy: str = "") -> Generator[None]:
     """Note on errors of the block what it works on, unless their messages name it.
 
     Many errors of libraries do not name the file. A note keeps an error's type and message. The command line prints the

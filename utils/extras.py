@@ -1,13 +1,13 @@
 """Import packages that only an extra of `attnres` installs, such as matplotlib by `attnres[analysis]`."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from .wording import install_command
 
 
 @contextmanager
-def require_extra(extra: str) -> Iterator[None]:
+def require_extra(extra: str) -> Generator[None]:
     """Replace the error of a failed import in the block by one line with the command to install the extra.
 
     Use it around the imports of optional packages:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -100,7 +100,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def atomic_directory(out: str | os.PathLike, written: Written, *, overwrite: bool) -> Iterator[Path]:
+def atomic_directory(out: str | os.PathLike, written: Written, *, overwrite: bool) -> Generator[Path]:
     """Make a temporary directory `.{name}.partial` beside `out`, and rename it to `out` when the block ends.
 
     If the block fails, the temporary directory is removed and `out` stays as it was. If the process is killed, the next
@@ -204,7 +204,7 @@ def _existing(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def parents(out: Path) -> Iterator[None]:
+def parents(out: Path) -> Generator[None]:
     """Make the folders above `out`. When the block ends, remove the new ones that are still empty."""
     new = [parent for parent in out.parents if not parent.exists()]
     try:
@@ -217,7 +217,7 @@ def parents(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(path: Path, out: Path, wait: bool = False) -> Iterator[None]:
+def locked(path: Path, out: Path, wait: bool = False) -> Generator[None]:
     """Hold a lock file while the block runs, so that only this process writes to `out`. Then remove the file.
 
     Args:

@@ -4,9 +4,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
+def package_folder(package: str) -> Path:
+    """Return the folder of a package, without importing the package as `importlib.resources` would.
+
+    Raises:
+        ModuleNotFoundError: There is no such package.
+    """
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"No package named {package!r}", name=package)
+    return Path(spec.submodule_search_locations[0])
+
+
 def configurations() -> Path:
-    """Return the folder of `attnres.configuration`, without importing the package as `importlib.resources` would."""
-    return Path(find_spec("attnres.configuration").submodule_search_locations[0])
+    """Return the folder of the named configurations and recipes."""
+    return package_folder("attnres.configuration")
 
 
 def configuration_names() -> tuple[str, ...]:
@@ -24,4 +36,4 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in recipe_path("").parent.glob("*.yaml")))
 
 
-__all__ = ["configuration_names", "configurations", "recipe_names", "recipe_path"]
+__all__ = ["configuration_names", "configurations", "package_folder", "recipe_names", "recipe_path"]

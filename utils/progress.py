@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Any
@@ -126,7 +126,7 @@ def print_line(console: Console, line: str) -> None:
 
 
 @contextmanager
-def status(console: Console, message: str) -> Iterator[Callable[[str], None]]:
+def status(console: Console, message: str) -> Generator[Callable[[str], None]]:
     """Show a message while the block works: beside a spinner on a terminal, as a line every 30 seconds elsewhere.
 
     Work that ends within [`LEAST_SECONDS`] prints no line, except on a terminal that cannot draw a spinner.

@@ -17,7 +17,8 @@ def check_token_ids(ids: Tensor | Iterable[int], model: PreTrainedModel, source:
     Raises:
         ValueError: An id is too large. The message names it, the vocabulary's size and `source`.
     """
-    size = model.get_input_embeddings().num_embeddings
+    # An `nn.Embedding`, or the wrapper of an adapter, which passes its attributes on.
+    size: int = model.get_input_embeddings().num_embeddings  # pyrefly: ignore[bad-assignment]
     largest = int(ids.max()) if isinstance(ids, Tensor) else max(ids, default=0)
     if largest >= size:
         raise ValueError(

@@ -13,7 +13,7 @@ from attnres.accelerated import phases
 from attnres.accelerated.numba import IMPLEMENTATION, call, support
 from attnres.accelerated.numba.plan import CpuPlan
 from attnres.attn_res_attnres import AttnRes
-from attnres.configuration_attnres import AttnResConfig
+from attnres.kimi_linear_configuration_attnres import AttnResConfig
 from attnres.residual_attnres import ResidualNorm
 
 pytestmark = [pytest.mark.usefixtures("cpu_kernels")]

@@ -13,7 +13,7 @@ from attnres import AttnResLlamaConfig, AttnResLlamaForCausalLM, depth_attention
 from attnres.accelerated import numba as on_cpu
 from attnres.accelerated.numba.normed import read_with_norm
 from attnres.attn_res_attnres import AttnRes
-from attnres.configuration_attnres import AttnResConfig
+from attnres.kimi_linear_configuration_attnres import AttnResConfig
 from attnres.residual_attnres import ResidualNorm
 
 pytestmark = [pytest.mark.usefixtures("cpu_kernels")]

@@ -32,7 +32,7 @@ for folder in sorted(path for path in models.iterdir() if path.is_dir()):
     model.save_pretrained(folder / "again", max_shard_size="40KB")
     seen[folder.name] = {
         "class": (type(model).__module__, type(model).__name__),
-        "config": (type(config).__module__, type(config).__name__, config.attn_res_block_size),
+        "config": (type(config).__module__, type(config).__name__, getattr(config, "attn_res_block_size", None)),
         "made": made,
         "report": {kind: sorted(names) for kind, names in report.items() if names},
         "logits": outputs.logits,

@@ -112,6 +112,6 @@ def test_a_derived_class_that_is_registered_travels_with_its_models(tiny_model, 
     model.save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
     file = Path(__file__).stem
-    expected = {"AutoConfig": "configuration_attnres.AttnResConfig", "AutoModelForCausalLM": f"{file}.Mine"}
+    expected = {"AutoConfig": "kimi_linear_configuration_attnres.AttnResConfig", "AutoModelForCausalLM": f"{file}.Mine"}
     assert (fields["auto_map"], fields["architectures"]) == (expected, ["Mine"])
     assert (tmp_path / f"{file}.py").is_file()

@@ -116,7 +116,7 @@ def test_a_gate_without_weights_in_the_checkpoint_is_named(folders, tmp_path):
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"attention_gate": "sdpa"}))
     (message,) = warnings_of(tmp_path)
-    assert "has the `attention_gate` 'sdpa', but its weights hold no gate" in message
+    assert "has the `attention_gate` 'sdpa', but its weights hold no tensors of it" in message
 
 
 def test_a_field_of_another_version_is_named(folders, tmp_path):

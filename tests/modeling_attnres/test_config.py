@@ -1,6 +1,7 @@
 """A wrong configuration is refused with a `ValueError` that names the field, its value and the allowed values."""
 
 import json
+import sys
 
 import pytest
 
@@ -12,7 +13,7 @@ from attnres import (
     AttnResLlamaForCausalLM,
     ResidualConfig,
 )
-from attnres.attention_gate_attnres import GATE_FIELDS
+from attnres.connections_attnres import ATTENTION_CHANGES
 
 BUILT_IN = dict(CONNECTIONS)  # tests add others
 
@@ -156,15 +157,17 @@ def test_wrong_sizes_of_another_backbone_are_refused(field, value):
 
 
 def test_the_default_of_every_field_has_the_declared_type():
-    """An IDE and the API reference show declared fields, and not attributes that are set at run time."""
-    bases = [base for base in ResidualConfig.__mro__ if base.__module__.startswith("attnres.")]
-    types = {name: kind for base in bases for name, kind in vars(base).get("__annotations__", {}).items()}
-    fields = {
-        name: value for connection in BUILT_IN.values() for name, value in connection.fields.items()
-    } | GATE_FIELDS
+    """The API reference shows declared fields, and not attributes that are set at run time."""
+    fields, types = {}, {}
+    for owner in (*BUILT_IN.values(), *ATTENTION_CHANGES):
+        fields |= owner.fields
+        for base in owner.__mro__:
+            for declaration in vars(sys.modules[base.__module__]).values():
+                if isinstance(declaration, type) and declaration.__name__.endswith("Fields"):
+                    types |= vars(declaration).get("__annotations__", {})
     assert len(fields) > 15
     for name, default in fields.items():
-        assert isinstance(default, types[name]), name
+        assert isinstance(default, types[name]) and getattr(ResidualConfig, name) == default, name
 
 
 def test_a_subclass_with_fields_of_its_own_can_be_made_saved_and_read(backbones, tmp_path):

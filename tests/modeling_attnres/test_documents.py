@@ -359,7 +359,7 @@ def test_restarting_positions_cannot_fill_a_cache_compiled_or_not(model, row, is
     if CACHE in arguments:
         arguments[CACHE] = DynamicCache(config=model.config)
     one_document = torch.arange(TOTAL).unsqueeze(0)
-    assert "seq_idx" not in prepare(arguments | {"position_ids": one_document})
+    assert prepare(arguments | {"position_ids": one_document})["rows"].documents is None
     with pytest.raises((ValueError, RuntimeError), match=r"cannot fill a cache.*pass `use_cache=False`"):
         prepare(arguments | {"position_ids": POSITIONS})
 
@@ -389,7 +389,7 @@ def test_documents_are_kept_apart_with_a_mask_for_each_kind_of_layer_when_compil
     batch = {"input_ids": row, "attention_mask": masks, "position_ids": POSITIONS, "use_cache": False}
     found = compiled(model.model.prepare_rows)(batch)
     expected = model.model.prepare_rows(batch)
-    assert torch.equal(found["seq_idx"], expected["seq_idx"])
+    assert torch.equal(found["rows"].documents, expected["rows"].documents)
     full = "attention_mask", "full_attention"
     assert torch.equal(found[full[0]][full[1]], expected[full[0]][full[1]])
 

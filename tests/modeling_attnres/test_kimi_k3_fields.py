@@ -9,7 +9,6 @@ import torch
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.configuration import load
-from attnres.residual_attnres import FamilyWarning
 
 from . import kimi_k3_release as release
 
@@ -188,16 +187,10 @@ def test_a_field_without_an_effect_is_taken_without_a_word(fields):
     assert all(getattr(config, name) == value for name, value in fields.items())
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "num_memory_tokens", "rope_interleave", "full_attn_layers"])
-def test_a_field_that_looks_like_architecture_is_refused(name):
+@pytest.mark.parametrize("name", ["sliding_window", "num_memory_tokens", "full_attn_layers", "stage"])
+def test_a_field_that_is_not_known_is_refused(name):
     with pytest.raises(ValueError, match=rf"`{name}` \(3\) may change what the model computes.* remove the field"):
         AttnResKimiK3Config.from_dict(release.text_fields() | {name: 3})
-
-
-def test_any_other_field_is_named_and_kept():
-    with pytest.warns(FamilyWarning, match=r"`stage` \('sft'\) is not a field .* update the code"):
-        config = AttnResKimiK3Config.from_dict(release.text_fields(stage="sft"))
-    assert config.to_dict()["stage"] == "sft"
 
 
 def test_a_model_without_experts_is_saved_with_the_fields_that_llama_cpp_takes():

@@ -18,6 +18,7 @@ from attnres.accelerated import delta_attention
 from attnres.configuration import count_parameters, load
 from attnres.kimi_k3_attnres import KimiK3DeltaAttention, situ
 from attnres.kimi_k3_layout_attnres import released_shapes
+from attnres.rows_attnres import Rows
 from attnres.training.balance import ExpertBalance, routers
 from attnres.training.lora import add_adapters
 
@@ -287,16 +288,14 @@ def test_nothing_before_a_token_depends_on_it(path, length, dtype):
         for parameter in layer.parameters():
             parameter.normal_(std=0.5)
     layer.chunk = PATHS[path]
-    documents = {}
-    if "documents" in path:
-        documents["seq_idx"] = (torch.arange(length) >= 5).int().unsqueeze(0)
+    documents = (torch.arange(length) >= 5).int().unsqueeze(0) if "documents" in path else None
     inputs = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     for token in sorted({8, length // 2, *range(length - 3, length)}):
         changed = inputs.clone()
         changed[:, token] = torch.randn(64).to(dtype) * 4
         # The dependence that fla reports is in the backward pass, too.
         inputs.grad = changed.grad = None
-        before, after = (layer(x.requires_grad_(), **documents)[:, :token] for x in (inputs, changed))
+        before, after = (layer(x.requires_grad_(), rows=Rows(documents))[:, :token] for x in (inputs, changed))
         assert torch.equal(before, after)
         for output, x in ((before, inputs), (after, changed)):
             output.float().square().sum().backward()

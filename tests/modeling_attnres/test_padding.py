@@ -211,7 +211,7 @@ def test_a_compiled_graph_sees_that_a_single_token_is_padding(model, ids):
     prepare = torch.compile(model.model.prepare_rows, fullgraph=True, backend="eager")
     for mask in (column, {"full_attention": None, "linear_attention": column}):
         found = prepare({"input_ids": ids[:2, :1], "attention_mask": mask, CACHE: DynamicCache(config=model.config)})
-        assert torch.equal(found["real_tokens"], column.bool())
+        assert torch.equal(found["rows"].is_real, column.bool())
 
 
 def test_a_mask_as_long_as_a_static_cache_is_cut_to_the_tokens_so_far(model, ids):

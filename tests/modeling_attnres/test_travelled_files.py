@@ -5,35 +5,35 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports
 
 from attnres import CONNECTIONS
+from attnres.attn_res_attnres import AttnRes
 
 from ..imports import imports_of
 
 LIBRARIES = {"torch", "transformers", "safetensors"}
 OPTIONAL = {"attnres.accelerated"}
-FAMILY = {
-    f"{name}_attnres.py"
-    for name in (
-        "backbones",
-        "configuration",
-        "decoder",
-        "delta_attention",
-        "documents",
-        "experts",
-        "functional",
-        "loading",
-        "modeling",
-        "padding",
-        "pretrained",
-        "residual",
-        "saving",
-    )
+# The files of every model, of models on another backbone than Kimi Linear, and of those on Kimi Linear.
+SHARED = {
+    *("configuration", "connections", "decoder", "experts", "functional", "loading", "pretrained"),
+    *("residual", "rows", "saving"),
 }
-# Only models on Kimi Linear have these files.
-LINEAR_ATTENTION = {"modeling_attnres.py", "delta_attention_attnres.py", "padding_attnres.py"}
+OF_BACKBONE = {
+    "llama": {"backbones"},
+    "kimi_linear": {"modeling", "kimi_linear_configuration", "delta_attention", "padding"},
+}
+# Fields of a model on Llama -> the files of its connection and attention.
+USED = {
+    (): {"attn_res"},
+    (("attn_res_window", 2),): {"attn_res", "attn_res_switches"},
+    (("residual_connection", "standard"),): {"standard"},
+    (("residual_connection", "highway"),): {"highway"},
+    (("residual_connection", "mhc"),): {"mhc", "projected_streams", "streams"},
+    (("attention_gate", "sdpa"),): {"attn_res", "attention_gate", "attention_change"},
+    (("value_residual", "half"),): {"attn_res", "value_residual", "attention_gate", "attention_change", "streams"},
+}
 FORBIDDEN_MODULES = {"ctypes", "marshal", "mmap", "pickle", "shutil", "socket", "subprocess", "tempfile"}
 FORBIDDEN_CALLS = {"__import__", "compile", "eval", "exec", "open"}
 FORBIDDEN_ATTRIBUTES = {
@@ -42,39 +42,45 @@ FORBIDDEN_ATTRIBUTES = {
 }
 
 
-@pytest.fixture(scope="module")
-def code(tiny_model, backbones, tmp_path_factory) -> dict[str, dict[str, str]]:
-    """Return the Python files that are saved with a model on Kimi Linear and on Llama: backbone -> name -> text."""
-    models = {"kimi_linear": tiny_model(), "llama": AutoModelForCausalLM.from_config(backbones.member_config("llama"))}
-    files = {}
-    for backbone, model in models.items():
-        folder = tmp_path_factory.mktemp(backbone)
-        model.save_pretrained(folder)
-        files[backbone] = {path.name: path.read_text(encoding="utf-8") for path in Path(folder).rglob("*.py")}
-    return files
+def saved_code(model, folder: Path) -> dict[str, str]:
+    """Save a model, and return the Python files beside its weights: name -> text."""
+    model.save_pretrained(folder)
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
 
 
 @pytest.fixture(scope="module")
-def files(code) -> dict[str, str]:
-    """Return the files of both models together, by name."""
-    return code["kimi_linear"] | code["llama"]
+def files(tiny_model, backbones, tmp_path_factory) -> dict[str, str]:
+    """Return the files of models with every connection and attention change: name -> text."""
+    on_llama = [{"residual_connection": name} for name in CONNECTIONS] + [dict(fields) for fields in USED]
+    configs = (backbones.member_config("llama", **fields) for fields in on_llama)
+    models = [tiny_model(), *map(AutoModelForCausalLM.from_config, configs)]
+    texts = {}
+    for model in models:
+        texts |= saved_code(model, tmp_path_factory.mktemp("code"))
+    return texts
 
 
-OF_ATTENTION = {"attention_gate_attnres.py", "value_residual_attnres.py"}
+@pytest.mark.parametrize("fields", USED, ids=str)
+def test_a_model_travels_with_the_files_that_it_runs(backbones, fields, tmp_path):
+    code = saved_code(AutoModelForCausalLM.from_config(backbones.member_config("llama", **dict(fields))), tmp_path)
+    expected = SHARED | OF_BACKBONE["llama"] | USED[fields]
+    assert set(code) == {f"{name}_attnres.py" for name in expected}
 
 
-def of_connections(files: dict[str, str]) -> set[str]:
-    return set(files) - FAMILY - OF_ATTENTION
+def test_a_model_on_kimi_linear_travels_with_its_delta_attention(tiny_model, tmp_path):
+    expected = SHARED | OF_BACKBONE["kimi_linear"] | {"attn_res"}
+    assert set(saved_code(tiny_model(), tmp_path)) == {f"{name}_attnres.py" for name in expected}
 
 
-def test_each_model_travels_with_the_files_of_its_backbone_its_attention_and_all_connections(code, files):
-    assert set(code["kimi_linear"]) == set(files) - {"backbones_attnres.py"}
-    assert set(code["llama"]) == set(files) - LINEAR_ATTENTION
-    assert all(code["llama"].get(name, text) == text for name, text in code["kimi_linear"].items())
-    classes = {base for connection in CONNECTIONS.values() for base in connection.__mro__}
-    modules = {base.__module__.rpartition(".")[2] for base in classes}
-    own_files = {f"{module}.py" for module in modules if module.endswith("_attnres")}  # bases included
-    assert set(files) >= FAMILY | OF_ATTENTION and of_connections(files) == own_files - FAMILY
+def test_a_reviewer_reads_the_code_of_block_attnres_in_half_an_hour(backbones, tmp_path):
+    code = saved_code(AutoModelForCausalLM.from_config(backbones.member_config("llama")), tmp_path)
+    assert len(code) <= 15 and sum(len(text.splitlines()) for text in code.values()) <= 3000
+
+
+def test_saved_code_without_the_switches_refuses_them():
+    config = AutoConfig.for_model("attnres_llama", attn_res_window=2)
+    with pytest.raises(ValueError, match="`attn_res_window` is 2, but must be None in the code beside these weights"):
+        AttnRes.check(config)
 
 
 def test_travelled_files_import_only_libraries_each_other_and_the_optional_acceleration(files):

@@ -337,7 +337,7 @@ BROKEN = {
     ),
     "the token": (
         lambda f: (f / "generation_config.json").write_text('{"token": "hf_write_of_me"}'),
-        r"generation_config\.json, line 1, holds your Hub token",
+        r"generation_config\.json, line 1, holds a secret .your Hub token.",
     ),
     "a bad card": (lambda f: (f / "README.md").write_text("---\n- a\n- b\n---\n"), r"README\.md cannot be read"),
     "bad YAML in the card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), r"README\.md cannot be read"),

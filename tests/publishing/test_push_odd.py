@@ -235,7 +235,7 @@ def test_a_secret_in_a_published_file_is_refused_with_its_line_and_not_shown(pus
     for option in ([], ["--dry-run"]):
         done = push("push", copy.name, "me/secret", *option)
         assert done["status"] == 1
-        assert f"{copy.name}/{name}, line {lines[0]}, holds a GitHub token" in done["err"]
+        assert f"{copy.name}/{name}, line {lines[0]}, holds a secret (" in done["err"]
         assert secret not in done["out"] + done["err"]
         assert len(done["err"].strip().splitlines()) == 1
     assert not push.hub.log()
@@ -285,7 +285,7 @@ REFUSED = {
     "a card as a folder": (lambda f: ((f / "README.md").unlink(), (f / "README.md").mkdir()), "Is a directory"),
     "the token far down": (
         lambda f: (f / "vocab.txt").write_text("x" * 11_000_000 + "hf_write_of_me"),
-        "vocab.txt, line 1, holds your Hub token",
+        "vocab.txt, line 1, holds a secret (your Hub token)",
     ),
 }
 

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel, EmbeddingParallel
 
 from attnres.decoder_attnres import DepthReader, ResidualModel
-from attnres.documents_attnres import shape_of
 from attnres.residual_attnres import DepthState
+from attnres.rows_attnres import shape_of
 
 from .sequence_split import SequenceSplit, gather, scatter
 from .sequence_styles import SequenceSharding, install_at_embedding, install_at_head, leave_in_parts

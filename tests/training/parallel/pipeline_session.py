@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parents[3]))  # the script is run by its path
 
 from attnres.backbones_attnres import config_on
-from attnres.configuration_attnres import AttnResConfig
+from attnres.kimi_linear_configuration_attnres import AttnResConfig
 from attnres.residual_attnres import residual_tensors
 from attnres.training.parallel.pipeline import Pipeline
 from attnres.training.parallel.pipeline_settings import PipelineSettings

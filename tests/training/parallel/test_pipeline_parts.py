@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from attnres.backbones_attnres import config_on
 from attnres.checkpoints.whole import load_whole
 from attnres.configuration import count_parameters, load
-from attnres.configuration_attnres import AttnResConfig
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
+from attnres.kimi_linear_configuration_attnres import AttnResConfig
 from attnres.training.parallel.pipeline_parts import make_part, part_of
 from attnres.training.parallel.pipeline_settings import PipelineSettings
 from attnres.training.prepare import build_model, check_model_config

@@ -1,4 +1,4 @@
-"""Rows that hold several documents.
+"""The rows of one forward pass: which tokens are padding, and where documents begin.
 
 Four *signs* mark the documents of a forward pass: `position_ids` that restart, borders (`cu_seq_lens_q`), numbers
 (`seq_idx`) and a mask over pairs of tokens. `transformers` takes restarting positions for documents only without mask
@@ -6,18 +6,18 @@ and cache, but makes a cache by default; only some kernels read the other signs.
 layer, and a combination that cannot be honoured raises an error. Positions that only jump ahead begin documents where
 no cache is made, as in `transformers`.
 
-`keep_documents_apart` prepares the arguments of a forward pass for softmax attention. `for_linear_attention` of
-`padding_attnres` then prepares them for delta attention.
+A decoder reads its rows once, before its first layer. For softmax attention, [`keep_apart`] makes the arguments from
+which `transformers` makes its masks. For delta attention, `read_rows` of `padding_attnres` makes [`Rows`].
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import (
-    create_causal_mask,
     create_masks_for_generate,
     find_packed_sequence_indices,
     packed_sequence_mask_function,
@@ -28,12 +28,31 @@ from transformers.utils.generic import is_flash_attention_requested
 Arguments = dict[str, Any]
 # Names for borders of documents: two keywords of flash attention in `transformers`, and one of flash-linear-attention.
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+_NUMBERS = (*_BORDERS, "seq_idx")
 # The length of the longest document, which flash attention takes beside its borders.
 _LENGTHS = ("max_length_q", "max_length_k")
 NO_CACHE = (
     "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and no "
     "cache, or each document as a separate row."
 )
+
+
+class Rows(NamedTuple):
+    """The rows of one forward pass, as delta attention reads them; without values, each row is one text.
+
+    It is a named tuple because engines that move arguments to other devices, and tracers, look for tensors in those.
+    """
+
+    documents: Tensor | None = None
+    """`[batch, seq]`, the number of each token's document; neighbouring documents differ. `None`: one in each row."""
+    borders: Tensor | None = None
+    """The documents' borders in all rows together, for GPU kernels; `None` where they are not known."""
+    is_real: Tensor | None = None
+    """`[batch, seq]`, false for padding, which is set to zero; `None`: no token is padding."""
+    order: Tensor | None = None
+    """`[batch, seq]`, the indices of the tokens with real ones first, where a recurrence has to skip padding.
+
+    `documents` and `is_real` are in this order. `None`: it is enough to set padding to zero."""
 
 
 def cache_of(arguments: Arguments) -> Any:
@@ -50,7 +69,7 @@ def shape_of(arguments: Arguments) -> tuple[int, int] | None:
     return None
 
 
-def find_documents(arguments: Arguments, makes_cache: bool) -> Tensor | None:
+def documents_by_signs(arguments: Arguments, makes_cache: bool) -> Tensor | None:
     """Find the documents in each row by all signs but a mask.
 
     Without a mask and a cache, a document begins where `position_ids` do not grow by one. This is the rule of
@@ -193,65 +212,90 @@ def positions_in(documents: Tensor) -> Tensor:
     return tokens - tokens.masked_fill(~is_start(documents), 0).cummax(-1).values
 
 
-def keep_documents_apart(arguments: Arguments, config: Any, makes_cache: bool) -> tuple[Arguments, Tensor | None]:
+def find_documents(arguments: Arguments, makes_cache: bool) -> tuple[Arguments, Tensor | None]:
+    """Find the documents in each row by all signs but a mask over pairs of tokens.
+
+    Args:
+        arguments: the arguments of a forward pass by name; they are not changed in place.
+        makes_cache: whether the pass makes a cache unless it has several documents.
+
+    Returns:
+        The arguments, without a mask that hides nothing beside other signs; and the number of each token's document
+        `[batch, seq]`, or `None` if each row is one document.
+
+    Raises:
+        ValueError: two signs contradict each other, one does not fit the tokens, or positions restart where a cache
+            continues.
+    """
+    mask, is_numbered = arguments.get("attention_mask"), any(arguments.get(name) is not None for name in _NUMBERS)
+    if is_numbered and isinstance(mask, Tensor) and mask.ndim == 2 and not is_tracing(mask) and bool(mask.all()):
+        # This mask hides nothing, but `transformers` looks for documents only where there is no mask.
+        mask, arguments = None, arguments | {"attention_mask": None}
+    documents = documents_by_signs(arguments, makes_cache)
+    cache, positions = cache_of(arguments), arguments.get("position_ids")
+    if documents is not None:
+        documents = one_if_traced_with_cache(documents, arguments)
+    # The position of a single token cannot restart, so the graph of a decoding step has no check.
+    elif cache is not None and mask is None and positions is not None and positions.shape[-1] > 1:
+        check_values(positions.ndim > 2 or (positions.diff(dim=-1) > 0).all(), NO_CACHE)
+    return arguments, documents
+
+
+def one_if_traced_with_cache(documents: Tensor, arguments: Arguments) -> Tensor | None:
+    """Return `None`, for rows of one document each, in a graph whose pass fills a cache; else the documents.
+
+    With a cache, rows usually are one document. The graph is made for that, and checks it when it runs.
+    """
+    if is_tracing(documents) and fills_cache(arguments):
+        check_values((documents[:, -1] == 0).all(), NO_CACHE)
+        return None
+    return documents
+
+
+def fills_cache(arguments: Arguments) -> bool:
+    """Return whether the caller passes a cache or asks for one."""
+    return cache_of(arguments) is not None or bool(arguments.get("use_cache"))
+
+
+def keep_apart(
+    arguments: Arguments, documents: Tensor, config: Any, dtype: torch.dtype, is_real: Tensor | None = None
+) -> Arguments:
     """Change the arguments of a forward pass so that `transformers`' attention keeps documents of one row apart.
 
     Args:
         arguments: the arguments by name; they are not changed in place.
+        documents: `[batch, seq]`, the number of each token's document.
         config: the model's configuration.
-        makes_cache: whether the pass makes a cache unless it has several documents.
-
-    Returns:
-        The arguments, and the number of each token's document `[batch, seq]`, or `None` if each row is one document.
+        dtype: dtype of the activations.
+        is_real: `[batch, seq]`, false for padding, where the mask does not say it for all kinds of layers.
 
     Raises:
-        ValueError: the documents cannot be kept apart.
+        ValueError: the rows would fill a cache, or flash attention cannot keep these documents apart.
     """
-    # The paged cache of continuous batching (`generate_batch`) keeps the requests in a row apart. Its borders of keys
-    # are a dictionary, and include tokens in the cache.
-    is_paged = arguments.get("write_index") is not None
-    if shape_of(arguments) is None or is_paged:
-        return arguments, None
+    if fills_cache(arguments):
+        raise ValueError(NO_CACHE)
     mask = arguments.get("attention_mask")
-    has_borders = any(arguments.get(name) is not None for name in (*_BORDERS, "seq_idx"))
-    if has_borders and isinstance(mask, Tensor) and mask.ndim == 2 and not is_tracing(mask) and bool(mask.all()):
-        # This mask hides nothing, but `transformers` looks for documents only where there is no mask.
-        mask = None
-        arguments = arguments | {"attention_mask": None}
-    documents = find_documents(arguments, makes_cache)
-    cache, positions = cache_of(arguments), arguments.get("position_ids")
-    if documents is not None and cache is None and arguments.get("use_cache") and is_tracing(documents):
-        # With `use_cache`, rows usually are one document. The graph is made for that, and checks it when it runs.
-        check_values((documents[:, -1] == 0).all(), NO_CACHE)
-        documents = None
-    if documents is not None:
-        refuse_cache(arguments)
-    # The position of a single token cannot restart, so the graph of a decoding step has no check.
-    elif cache is not None and mask is None and positions is not None and positions.shape[-1] > 1:
-        check_values(positions.ndim > 2 or (positions.diff(dim=-1) > 0).all(), NO_CACHE)
-    if documents is None:
-        return arguments, None
-    if mask is None and documents.shape[0] > 1 and is_flash_attention_requested(config):
-        raise ValueError(
-            f"flash attention keeps documents apart in a single row only, but the batch has {documents.shape[0]}: join "
-            "the rows into one (`DataCollatorWithFlattening`), or load the model with `attn_implementation='sdpa'`."
-        )
     # By default `transformers` would make a cache, and would not look for documents then.
     arguments = arguments | {"use_cache": False}
     if arguments.get("position_ids") is None:
         arguments["position_ids"] = positions_in(documents)
-    return arguments, documents
+    if mask is None:  # `transformers` keeps documents apart by their positions
+        if documents.shape[0] > 1 and is_flash_attention_requested(config):
+            raise ValueError(
+                f"flash attention keeps documents apart in a single row only, but the batch has {documents.shape[0]}: "
+                "join the rows into one (`DataCollatorWithFlattening`), or load the model with "
+                "`attn_implementation='sdpa'`."
+            )
+    elif isinstance(mask, Mapping):
+        if mask.get("full_attention") is None:
+            padding = torch.ones_like(documents, dtype=torch.bool) if is_real is None else is_real
+            arguments["attention_mask"] = {**mask, **_masks_of_documents(padding, documents, config, dtype)}
+    elif isinstance(mask, Tensor) and mask.ndim == 2:
+        arguments["attention_mask"] = _masks_of_documents(mask, documents, config, dtype)
+    return arguments
 
 
-def refuse_cache(arguments: Arguments) -> None:
-    """Raise ValueError if rows of several documents would fill a cache."""
-    if cache_of(arguments) is not None or arguments.get("use_cache"):
-        raise ValueError(NO_CACHE)
-
-
-def separate_under_mask(
-    mask: Tensor, documents: Tensor, config: Any, dtype: torch.dtype, every_layer: bool = False
-) -> Tensor | dict[str, Tensor]:
+def _masks_of_documents(mask: Tensor, documents: Tensor, config: Any, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """Make the masks with which softmax attention keeps documents apart in rows with padding.
 
     Args:
@@ -259,11 +303,9 @@ def separate_under_mask(
         documents: `[batch, seq]`, the number of each token's document.
         config: the model's configuration.
         dtype: dtype of the activations.
-        every_layer: whether to make the masks of all kinds of layers, such as sliding windows, and not only the mask of
-            full attention.
 
     Returns:
-        The mask `[batch, 1, seq, seq]`; with `every_layer` and layers of several kinds, a dictionary of masks by kind.
+        The mask `[batch, 1, seq, seq]`; for layers of several kinds, such as sliding windows, a dictionary of masks.
 
     Raises:
         ValueError: flash attention is used, which takes no such mask.
@@ -276,8 +318,8 @@ def separate_under_mask(
     # `transformers` reads only shape, dtype and device of the embeddings. The documents are known, so it needs no
     # position ids (`None`).
     embeddings = torch.empty(*mask.shape, 0, dtype=dtype, device=mask.device)
-    make_masks = create_masks_for_generate if every_layer else create_causal_mask
-    return make_masks(config, embeddings, mask, None, and_mask_function=packed_sequence_mask_function(documents))
+    apart = packed_sequence_mask_function(documents)
+    return create_masks_for_generate(config, embeddings, mask, None, and_mask_function=apart)
 
 
 def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
