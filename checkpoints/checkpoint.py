@@ -157,8 +157,10 @@ class Checkpoint:
             OSError: A file is damaged.
             ValueError: A value does not fit. The message names the file, the field and its value.
         """
-        sizes = (self.entries, self.num_bytes) if self.has_weights else ()
-        check_sizes(self.config_path, self.fields, *sizes)
+        if self.has_weights:
+            check_sizes(self.config_path, self.fields, self.entries, self.num_bytes)
+        else:
+            check_sizes(self.config_path, self.fields)
 
     @cached_property
     def generation_path(self) -> Path:

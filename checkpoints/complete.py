@@ -93,7 +93,7 @@ def _check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Colle
     entries, config = checkpoint.entries, model.config
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
-    if kimi_k3.is_released(checkpoint, config):
+    if isinstance(config, AttnResKimiK3Config) and kimi_k3.is_released(checkpoint, config):
         return kimi_k3.unused_tensors(checkpoint, config)
     needed = residual_tensors(model).keys() | value_residual_tensors(model).keys()
     _check_present(checkpoint, needed - entries.keys() - set(added))
@@ -123,8 +123,9 @@ def loading_report(
     Raises:
         FileNotFoundError, RuntimeError: Tensors that `transformers` merges or splits do not fit each other.
     """
-    if kimi_k3.is_released(checkpoint, model.config):
-        unused = kimi_k3.unused_tensors(checkpoint, model.config)  # raises if a tensor is missing or misshapen
+    config = model.config
+    if isinstance(config, AttnResKimiK3Config) and kimi_k3.is_released(checkpoint, config):
+        unused = kimi_k3.unused_tensors(checkpoint, config)  # raises if a tensor is missing or misshapen
         return {"missing_keys": set(), "mismatched_keys": set(), "unexpected_keys": unused}
     _check_experts(checkpoint)
     # A tensor whose dtype is not in `DTYPES` is not a weight, so its name and shape are enough: its dtype may be wrong.

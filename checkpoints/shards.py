@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -132,7 +133,7 @@ def copy_shard(
                 on_bytes(len(chunk))
 
 
-def read_pieces(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
+def read_pieces(source: BufferedReader, entry: Entry, path: Path) -> Iterator[memoryview]:
     """Yield the bytes of a tensor piece by piece, each in the same buffer.
 
     Args:

@@ -59,7 +59,8 @@ def plan_retrofit(source: Checkpoint, residual: str = DEFAULT_CONNECTION, **opti
     model, unused = complete_model(source, config, lambda model: added_tensors(model, source.config).keys())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        start_added(model, source.config, config.dtype or _stored_dtype(source))
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else _stored_dtype(source)
+        start_added(model, source.config, dtype)
     added = {name: tensor.detach() for name, tensor in added_tensors(model, source.config).items()}
     # A standard member of the family may have kept trained tensors of connections, which it does not read.
     dropped = frozenset(added.keys() & source.entries)
@@ -148,12 +149,12 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
     The first tensor may have another dtype: routing biases are float32 in checkpoints of bfloat16.
     """
-    sizes = {}
+    sizes: dict[torch.dtype, int] = {}
     for entry in checkpoint.entries.values():
         dtype = DTYPES.get(entry.dtype)
         if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
             sizes[dtype] = max(sizes.get(dtype, 0), math.prod(entry.shape))
-    return max(sizes, key=sizes.get, default=torch.float32)
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 __all__ = ["plan_change", "plan_retrofit", "plan_standard"]
