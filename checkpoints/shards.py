@@ -118,18 +118,15 @@ def copy_shard(
     names = [entry.name if rename is None else rename[entry.name] for entry in kept]
     keeps_header = names == [entry.name for entry in shard.entries]
     path = target or Path(os.devnull)
-    with open(shard.path, "rb") as source, path.open("wb") as sink:
-        header = source.read(shard.data_start) if keeps_header else _make_header(kept, shard.metadata, names)
-        with about(path):
-            sink.write(header)
+    with open(shard.path, "rb") as source, about(path, only=OSError), path.open("wb") as sink:
+        sink.write(source.read(shard.data_start) if keeps_header else _make_header(kept, shard.metadata, names))
         for entry in kept:
             for chunk in read_pieces(source, entry, shard.source):
                 if entry.name not in unused:
                     _check_finite(chunk, entry, shard.source)
                     if check is not None and not _is_float(entry):
                         check(torch.frombuffer(chunk, dtype=torch.uint8), entry, shard.source)
-                with about(path):  # the error of a full disk does not name the file
-                    sink.write(chunk)
+                sink.write(chunk)
                 on_bytes(len(chunk))
 
 
