@@ -41,7 +41,7 @@ def about(subject: str | os.PathLike, remedy: str = "", only: type[BaseException
             if error.errno is not None and error.filename is None:
                 error.filename = str(subject)
         elif str(subject) not in str(error):
-            error.add_note(f"(in {subject}){remedy and ' '}{remedy}")
+            error.add_note(f"(in {subject}){remedy and '. '}{remedy}")
         raise
 
 
