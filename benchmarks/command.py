@@ -4,8 +4,9 @@ import argparse
 import signal
 from pathlib import Path
 
-from .run import HERE, PARTS, run_bench
-from .timing import Setting
+# The modules that each measure a part. They import PyTorch, which `--help` need not wait for.
+PARTS = ("ops", "phases", "models", "connections", "memory", "kimi_k3", "host")
+RESULTS = Path(__file__).parent / "results"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -15,7 +16,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Measure speed and memory against peers. With --device cuda, the separate benchmark of GPUs runs.",
     )
     option = parser.add_argument
-    option("--only", choices=list(PARTS), action="append", help="measure this part; may be repeated; default all")
+    option("--only", choices=PARTS, action="append", help="measure this part; may be repeated; default all")
     option("--threads", type=_count, default=2, help="threads of PyTorch; default 2")
     option("--repeats", type=_count, default=5, help="repeats of each measurement, interleaved; default 5")
     option("--device", choices=["cpu", "cuda"], default="cpu", help="`cuda` has options of its own")
@@ -40,8 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status.
     """
     options = parse(arguments)
+    from .run import run_bench
+    from .timing import Setting
+
     signal.signal(signal.SIGTERM, lambda number, frame: exit(128 + number))
-    out = options.out if options.out or options.quick else HERE / "results"
+    out = options.out if options.out or options.quick else RESULTS
     setting = Setting(options.threads, options.repeats, options.quick)
     try:
         run_bench([part for part in PARTS if not options.only or part in options.only], setting, out)

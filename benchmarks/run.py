@@ -5,7 +5,9 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -13,32 +15,11 @@ from attnres.analysis.tables import update_tables
 from attnres.utils.progress import show_duration
 from attnres.utils.quiet import quiet_transformers
 
-from . import connections, host, imports, kda, kimi_k3, layers, memory, models, narrow, ops, phases, prefill, scaling
+from .command import RESULTS
 from .machine import Others, describe
 from .report import markdown, open_console, store
 from .timing import Setting, keep_freed_memory
 
-PARTS = {
-    "ops": ops,
-    "phases": phases,
-    "models": models,
-    "connections": connections,
-    "layers": layers,
-    "narrow": narrow,
-    "kda": kda,
-    "kimi_k3": kimi_k3,
-    "memory": memory,
-    "prefill": prefill,
-    "host": host,
-    "imports": imports,
-    "scaling": scaling,
-}
-# Part -> what its figure shows; the part draws it by its `plot`.
-FIGURES = {
-    "prefill": "Peak memory of a prefill against the length of the prompt, in one pass and in chunks",
-    "scaling": "Time that attention residuals add to prefill, measured and predicted",
-}
-HERE = Path(__file__).parent
 BUSY = 0.05  # share of the machine that other processes may take before a run is reported as disturbed
 
 
@@ -49,10 +30,10 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
     results. One of several parts that needs a package which is not installed is left out with a message.
 
     Args:
-        parts: names of `PARTS`.
+        parts: names of `command.PARTS`.
         setting: how to measure.
-        out: folder for `{part}.json`, the figures and a README with the tables. For this folder's `results`, the
-            tables go into this folder's README. With `None` nothing is written.
+        out: folder for `{part}.json` and a README with the tables. The tables of `RESULTS` go into the README beside
+            it. With `None` nothing is written.
 
     Raises:
         ModuleNotFoundError: the only part needs a package that is not installed.
@@ -89,28 +70,27 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
         busy = others.share()
         if out is not None:
             store(out / f"{name}.json", _content(about, setting, busy, rows))
-        tables = PARTS[name].tables(rows)
+        tables = _part(name).tables(rows)
         for table in tables.values():
             console.print(table)
         if busy > BUSY:
             console.print(f"Other processes took {busy:.0%} of the processors. Measure again on an idle machine.")
         if out is None:
             continue
-        readme = HERE / "README.md" if out.resolve() == HERE / "results" else out / "README.md"
-        shown = {key: markdown(table) for key, table in tables.items()}
-        if name in FIGURES:
-            figure = out / f"{name}.png"
-            PARTS[name].plot(rows, figure)
-            link = figure.resolve().relative_to(readme.parent.resolve()).as_posix()
-            shown[f"{name}-figure"] = f"![{FIGURES[name]}]({link})"
-        update_tables(readme, shown)
+        readme = RESULTS.with_name("README.md") if out.resolve() == RESULTS else out / "README.md"
+        update_tables(readme, {key: markdown(table) for key, table in tables.items()})
+
+
+def _part(name: str) -> ModuleType:
+    """Import a part, which has `measure` and `tables`."""
+    return import_module(f"{__package__}.{name}")
 
 
 def measure(name: str, setting: Setting) -> Iterator[dict]:
     """Yield the rows of a part as they are measured, without warnings."""
     with quiet_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield from PARTS[name].measure(setting)
+        yield from _part(name).measure(setting)
 
 
 def expected(name: str, setting: Setting) -> tuple[int, float] | None:
@@ -124,7 +104,7 @@ def expected(name: str, setting: Setting) -> tuple[int, float] | None:
         The number of rows, and the seconds that the timed calls take on the machine of the stored results; `None`
         without stored results.
     """
-    path = HERE / "results" / f"{name}.json"
+    path = RESULTS / f"{name}.json"
     if setting.quick or not path.exists():
         return None
     stored = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Plan how a model is divided among devices, before it runs: memory, communication and time of each layout.
+"""Plan how a model is sharded among devices, before it runs: memory, communication and time of each layout.
 
 Memory is counted by running the model on tensors without data. Times are estimates from the rates of a device.
 

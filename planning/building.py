@@ -15,12 +15,12 @@ from attnres.decoder_attnres import ResidualDecoderLayer
 
 from .kernels import CAUSAL, FLASH, use_stand_ins
 
-# Styles of a tensor-parallel plan of `transformers` -> the dimension of a weight that is divided. These divide the
+# Styles of tensor parallelism in `transformers` -> the dimension of a weight that is sharded. These shard the
 # activations too.
-_DIVIDED = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
-# All styles that divide weights. The others gather their outputs or split their inputs, so that activations are whole
+_SHARDED = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
+# All styles that shard weights. The others gather their outputs or split their inputs, so that activations are whole
 # on every device.
-WEIGHT_STYLES = {**_DIVIDED, "colwise_gather_output": -2, "rowwise_split_input": -1, "embedding_rowwise": -2}
+WEIGHT_STYLES = {**_SHARDED, "colwise_gather_output": -2, "rowwise_split_input": -1, "embedding_rowwise": -2}
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Batch:
         past: Tokens of each sequence that the cache holds already; 0 in training.
         training: Whether a backward pass follows. If not, the pass fills a cache.
         dtype: Dtype of weights and activations.
-        tensor: Number of devices that share each matrix, by the model's tensor-parallel plan.
+        tensor: Number of devices that share each matrix, by the model's rules of tensor parallelism.
         fused: Whether attention runs in the kernels of GPUs, for which `kernels` has stand-ins. If not, the pass is
             that of a CPU.
     """
@@ -59,7 +59,7 @@ def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
     """Build the part of a model that one of `batch.tensor` devices has. Call it in [`without_data`].
 
     Raises:
-        ValueError: The matrices cannot be divided.
+        ValueError: The matrices cannot be sharded.
     """
     config = deepcopy(config)
     # Every implementation keeps the same tensors, and only this one runs without data.
@@ -70,7 +70,7 @@ def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
     if batch.fused:
         use_stand_ins(model)
     if batch.tensor > 1:
-        _divide(model, batch.tensor)
+        _shard(model, batch.tensor)
     return model
 
 
@@ -79,30 +79,30 @@ def layers_of(model: PreTrainedModel) -> list[ResidualDecoderLayer]:
     return [module for module in model.modules() if isinstance(module, ResidualDecoderLayer)]
 
 
-def divided_dimension(name: str, plan: dict[str, str], styles: dict[str, int]) -> int | None:
-    """Return the dimension of a parameter that a tensor-parallel plan divides, or `None`.
+def sharded_dimension(name: str, rules: dict[str, str], styles: dict[str, int]) -> int | None:
+    """Return the dimension of a parameter that rules of tensor parallelism shard, or `None`.
 
     Args:
         name: The parameter's name.
-        plan: The plan of `transformers`: names of modules or parameters, with `*` for numbers, and their styles.
+        rules: The rules of `transformers`: names of modules or parameters, with `*` for numbers, and their styles.
         styles: The styles to consider, with their dimensions.
     """
     name = re.sub(r"\.\d+\.", ".*.", name)
-    style = plan.get(name, plan.get(name.rpartition(".")[0]))
-    # The bias after a divided sum is whole.
+    style = rules.get(name, rules.get(name.rpartition(".")[0]))
+    # The bias after a sharded sum is whole.
     return None if style is None or (name.endswith(".bias") and styles.get(style) == -1) else styles.get(style)
 
 
-def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return the tensor-parallel plan that `transformers` applies to a model."""
+def tensor_rules(model: PreTrainedModel) -> dict[str, str]:
+    """Return the rules of tensor parallelism that `transformers` applies to a model."""
     return {name: style for name, style in (model.tp_plan or {}).items() if style}
 
 
-def _divide(model: PreTrainedModel, tensor: int) -> None:
-    """Replace each divided matrix by one device's part of it."""
-    plan, config = tensor_plan(model), model.config
+def _shard(model: PreTrainedModel, tensor: int) -> None:
+    """Replace each sharded matrix by one device's part of it."""
+    rules, config = tensor_rules(model), model.config
     for name, parameter in [*model.named_parameters()]:
-        dimension = divided_dimension(name, plan, _DIVIDED)
+        dimension = sharded_dimension(name, rules, _SHARDED)
         if dimension is None:
             continue
         shape, dimension = [*parameter.shape], max(dimension, -parameter.ndim)
@@ -122,4 +122,4 @@ def _divide(model: PreTrainedModel, tensor: int) -> None:
         setattr(owner, name.rpartition(".")[2], part)
 
 
-__all__ = ["WEIGHT_STYLES", "Batch", "build", "divided_dimension", "layers_of", "tensor_plan", "without_data"]
+__all__ = ["WEIGHT_STYLES", "Batch", "build", "sharded_dimension", "layers_of", "tensor_rules", "without_data"]

@@ -110,7 +110,7 @@ class Costs:
         return [w for w in self.weights if w.layer == -1] if self.config.tie_word_embeddings else []
 
     def stage_weights(self, layout: Layout, stages: Sequence[slice]) -> StageWeights:
-        """Return the sums over the weights of stages of one rank; layouts that divide them alike share the sums."""
+        """Return the sums over the weights of stages of one rank; layouts that shard them alike share the sums."""
         key = (layout.tensor, layout.expert, layout.shard, *((stage.start, stage.stop) for stage in stages))
         if key not in self._stages:
             layers = {layer for stage in stages for layer in range(self.num_layers)[stage]}
@@ -186,11 +186,11 @@ class Costs:
     def attention_part(self, tensor: int) -> float:
         """Return the share of `attention_flops` that each of `tensor` devices computes.
 
-        It is 1 if the plan does not divide attention.
+        It is 1 if tensor parallelism does not shard attention.
         """
-        plan = self.config.base_model_tp_plan or {}
-        is_divided = any(style in ("rowwise", "rowwise_rep") and ".mlp." not in name for name, style in plan.items())
-        return 1 / tensor if is_divided else 1.0
+        rules = self.config.base_model_tp_plan or {}
+        is_sharded = any(style in ("rowwise", "rowwise_rep") and ".mlp." not in name for name, style in rules.items())
+        return 1 / tensor if is_sharded else 1.0
 
     def forward_flops(self, layout: Layout) -> list[float]:
         """Return the products and sums of the forward pass of one sequence on a device, for each stage."""

@@ -1,7 +1,7 @@
 """Tell the layouts that this package runs from the layouts that need another engine.
 
-`attnres train` divides a model by FSDP2, tensor and expert parallelism of `transformers` (`distributed` of a recipe),
-or by layers (`pipeline` of a recipe), but not by both. `generate` divides by tensor parallelism.
+`attnres train` shards a model by FSDP2, tensor and expert parallelism of `transformers` (`distributed` of a recipe),
+or by layers (`pipeline` of a recipe), but not by both. `generate` shards by tensor parallelism.
 """
 
 from .jobs import Layout
@@ -31,7 +31,7 @@ def _missing_beside_pipeline(layout: Layout) -> str | None:
         return "tensor parallelism beside a pipeline"
     if layout.expert > 1:
         return "experts shared beside a pipeline"
-    # `fsdp: true` divides a stage among all pipelines, and gathers it once a step.
+    # `fsdp: true` shards a stage among all pipelines, and gathers it once a step.
     if layout.shard > 1 and (layout.reshard or layout.shard < layout.data):
         return "weights gathered per layer, or sharded among some pipelines only"
     return None

@@ -105,11 +105,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Layout:
-    """A division of `data x tensor x pipeline` devices.
+    """A sharding over `data x tensor x pipeline` devices.
 
     Devices are numbered along `tensor` first, then `data`, then `pipeline`. Shards of weights lie along `data`, and
     routed experts along `shard x tensor`, so `shard` divides `data`, and `expert` divides `shard x tensor`. This is the
-    division of `DistributedConfig` in `transformers`, with pipeline stages around it.
+    sharding of `DistributedConfig` in `transformers`, with pipeline stages around it.
 
     Attributes:
         data: Number of groups with different sequences.

@@ -47,7 +47,7 @@ def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
     groups of data. Numbers of stages on a rank are those of `VIRTUAL`.
     """
     experts, _ = costs.experts
-    has_tensor = any(weight.is_divided for weight in costs.weights)
+    has_tensor = any(weight.is_sharded for weight in costs.weights)
     for tensor in _divisors(job.devices):
         if tensor > 1 and (not has_tensor or tensor > device.per_node or not _divides(costs, tensor)):
             continue

@@ -1,6 +1,6 @@
 """The memory of one pass of a model, layer by layer, and the peaks that follow from it.
 
-A trace keeps the parts of a peak apart, so that they can be divided among devices and stages:
+A trace keeps the parts of a peak apart, so that they can be sharded among devices and stages:
 
     backward pass of layer l:  kept by the layers before l  +  states that any layer up to l keeps  +  peak of layer l
 """
@@ -35,7 +35,7 @@ class LayerTrace:
     cache: int = 0
 
     def sharded(self, tensor: int) -> "LayerTrace":
-        """Return this memory with states, and the tensors that connections keep, divided along the sequence."""
+        """Return this memory with states, and the tensors that connections keep, sharded along the sequence."""
         connection_kept = self.connection_kept // tensor
         saved = self.connection_kept - connection_kept
         return replace(

@@ -32,7 +32,7 @@ def trace(config: ResidualConfig, batch: Batch) -> Trace:
         batch: The pass.
 
     Raises:
-        ValueError: The matrices cannot be divided among `batch.tensor` devices.
+        ValueError: The matrices cannot be sharded among `batch.tensor` devices.
     """
     with without_data(batch), quiet_transformers():
         model = build(config, batch)
@@ -179,7 +179,7 @@ def _run(layer: ResidualDecoderLayer, state: Any, function: Any) -> tuple[int, l
         saved.append(tensor.detach())
         return tensor
 
-    # Gradients of routed experts, `[experts, ...]`, are divided among devices in other ways than the rest: `layouts`
+    # Gradients of routed experts, `[experts, ...]`, are sharded among devices in other ways than the rest: `layouts`
     # counts them.
     live = LiveBytes(parameter.shape for parameter in layer.parameters() if parameter.ndim == 3)
     live.ignore(ours)

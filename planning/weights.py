@@ -1,4 +1,4 @@
-"""Count the parameters of a model on the meta device, and divide them among the devices of a layout."""
+"""Count the parameters of a model on the meta device, and shard them among the devices of a layout."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,19 +8,19 @@ from torch import Tensor
 from attnres import ResidualConfig
 from attnres.parameter_kinds import parameters_by_kind
 
-from .building import WEIGHT_STYLES, Batch, build, divided_dimension, layers_of, tensor_plan, without_data
+from .building import WEIGHT_STYLES, Batch, build, layers_of, sharded_dimension, tensor_rules, without_data
 from .jobs import OPTIMIZERS, Layout
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of one layer that layouts divide alike.
+    """Parameters of one layer that layouts shard alike.
 
     Attributes:
         layer: Number of the layer; -1 for the embedding, and the number of layers for the head.
         is_matrix: Whether Muon trains them, if it is the optimizer.
         is_expert: Whether they belong to routed experts.
-        is_divided: Whether tensor parallelism divides them.
+        is_sharded: Whether tensor parallelism shards them.
         largest: Numbers in the largest tensor.
         number: Numbers in all of them.
         bytes: Bytes as the model stores them in 16 bits.
@@ -30,7 +30,7 @@ class Weights:
     layer: int
     is_matrix: bool
     is_expert: bool
-    is_divided: bool
+    is_sharded: bool
     largest: int = 0
     number: int = 0
     bytes: int = 0
@@ -50,7 +50,7 @@ class Weights:
         """Return the numbers that a device computes with: its part by tensor and expert parallelism, before shards."""
         if self.is_expert and layout.expert > 1:
             return self.number / layout.expert
-        return self.number / (layout.tensor if self.is_divided else 1)
+        return self.number / (layout.tensor if self.is_sharded else 1)
 
 
 def model_weights(config: ResidualConfig) -> list[Weights]:
@@ -61,7 +61,7 @@ def model_weights(config: ResidualConfig) -> list[Weights]:
     batch = Batch(1, 1)
     with without_data(batch):
         model = build(config, batch)
-    plan, layers = tensor_plan(model), len(layers_of(model))
+    rules, layers = tensor_rules(model), len(layers_of(model))
     embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     experts = {
         id(parameter)
@@ -75,7 +75,7 @@ def model_weights(config: ResidualConfig) -> list[Weights]:
     for name, parameter in model.named_parameters():
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         layer = number if number is not None else -1 if id(parameter) in embeddings else layers
-        dimension = divided_dimension(name, plan, WEIGHT_STYLES)
+        dimension = sharded_dimension(name, rules, WEIGHT_STYLES)
         kind = layer, id(parameter) in matrices, id(parameter) in experts, dimension is not None
         is_summed = dimension == -1 and number is not None
         groups[kind] = groups.get(kind, Weights(*kind)).with_parameter(parameter, is_summed)

@@ -10,7 +10,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 from attnres import ResidualConfig
-from attnres.configuration import names
 from attnres.configuration.counting import count_stored
 from attnres.utils.progress import Pace, show_duration
 from attnres.utils.wording import counted
@@ -57,7 +56,7 @@ def describe_run(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
-    start = "from scratch" if recipe.model in names() else "with its weights"
+    start = "from scratch" if recipe.source.is_named else "with its weights"
     sequences = f"sequences of {recipe.length:,} tokens"
     count = None if recipe.streaming else len(train)
     steps = recipe.count_steps(count)

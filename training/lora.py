@@ -19,7 +19,7 @@ from attnres import peft_modules_to_save
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.extras import require_extra
 
-from .lora_options import check_options
+from .settings import LoraSettings, explained
 
 with require_extra("train"):
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -66,7 +66,8 @@ def add_adapters(
         ValueError: A rank is not positive, a target is not found, there is nothing to adapt, or dropout is set together
             with experts.
     """
-    check_options(rank=rank, alpha=alpha, dropout=dropout, targets=targets, expert_rank=expert_rank)
+    with explained("the adapters"):
+        LoraSettings(rank=rank, alpha=alpha, dropout=dropout, targets=targets, expert_rank=expert_rank)
     modules = projections(model)
     parameters = expert_weights(model) if experts else []
     if targets is not None:

@@ -1,11 +1,10 @@
 """The first phase of a training run: turn a recipe into a tokenizer, data and a model.
 
-Each function makes one of them. `train.py` calls them in an order that finds errors early: a wrong model is refused
-before any text is tokenised.
+`train.py` calls these functions in an order that finds errors early: a wrong model is refused before any text is
+tokenised.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,40 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from attnres import ResidualConfig
-from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.generation_settings import check_generation_saving
+from attnres.checkpoints.source import ModelSource
 from attnres.checkpoints.source_code import CODE_FIELDS
-from attnres.checkpoints.whole import Part, check_memory, load_whole
-from attnres.configuration import count_parameters, load, names
+from attnres.checkpoints.whole import Part, check_memory
+from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.conversion.retrofit import load_source, retrofit_part
 from attnres.residual_attnres import residual_tensors
-from attnres.utils.hub import meant
 from attnres.utils.wording import counted
 
 from .data.blocks import DataSpec, digest_of, load_blocks
 from .data.chat import encode_chat
 from .data.documents import file_identities
 from .parallel.pipeline_parts import make_part, part_of
-from .parallel.pipeline_settings import read_settings
-from .parallel.sharding import check_fsdp2, divides_sequence, load_divided
+from .parallel.sharding import check_fsdp2, load_sharded
 from .recipe import Recipe
-from .run_folder import COMMIT, START
-from .start import HEAL, check_from_scratch
-from .text import open_tokenizer
+from .run_folder import START
+from .start import HEAL
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -62,37 +51,16 @@ def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         FileNotFoundError: The tokenizer cannot be found or read.
         ValueError: The tokenizer does not load or has no end-of-text token.
     """
-    source = recipe.tokenizer or recipe.model
-    with explain_missing("tokenizer" if recipe.tokenizer else "model", source):
-        return open_tokenizer(source, "" if recipe.tokenizer else "name one by tokenizer=DIR")
+    source = ModelSource(recipe.tokenizer or recipe.model)
+    tokenizer = source.tokenizer("" if recipe.tokenizer else "name one by tokenizer=DIR")
+    # Code that came with the tokenizer was not run, so the saved tokenizer must not refer to it.
+    tokenizer.init_kwargs.pop("auto_map", None)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {source.name} has no end-of-text token; set its `eos_token`.")
+    return tokenizer
 
 
-@contextlib.contextmanager
-def explain_missing(kind: str, source: str) -> Iterator[None]:
-    """Turn an OSError of `transformers` inside the block into a FileNotFoundError that names the source.
-
-    Args:
-        kind: `"model"` or `"tokenizer"`.
-        source: A directory, a Hub id, or the name of a configuration.
-
-    Raises:
-        FileNotFoundError: `transformers` cannot find or read the source.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        if Path(source).is_dir():
-            raise FileNotFoundError(f"the {kind} in {source} cannot be read: {reason}.") from error
-        known = names() if kind == "model" else ()
-        absent = f"directory or named configuration ({', '.join(known)})" if known else "directory"
-        raise FileNotFoundError(
-            f"the {kind} {source} cannot be read: there is no such {absent}, and loading it from the Hub failed: "
-            f"{reason}.{meant(source, known)}"
-        ) from error
-
-
-def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_model(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the configuration of a recipe's model gives a model that the recipe can train.
 
     Args:
@@ -103,21 +71,21 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
     Raises:
         FileNotFoundError: The model cannot be found or read.
         ValueError: `config` or `retrofit` does not fit the model, the recipe `heal` gets a standard model, a model from
-            scratch is larger than the free memory, or the model's settings of generation cannot be read or saved.
+            scratch is larger than the free memory, the model's settings of generation cannot be read or saved, or it
+            has the files of an adapter.
     """
-    try:
-        if recipe.model in names():
-            config = _named_config(recipe, tokenizer)
-        else:
-            with explain_missing("model", recipe.model):
-                config = AutoConfig.from_pretrained(recipe.model, trust_remote_code=False, **recipe.config)
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        if not recipe.config:
-            raise ValueError(f"the configuration of {recipe.model} cannot be used: {error}") from error
-        raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
-    if recipe.model in names():
+    source = recipe.source
+    config = source.config(**_config_fields(recipe, tokenizer))
+    if source.is_named:
         _check_memory(recipe, config)
         return
+    if find_adapter_config_file(recipe.model) is not None:
+        # `from_pretrained` would load the adapter and freeze the model, so the run would train the adapter alone.
+        raise ValueError(
+            f"{recipe.model} has the files of an adapter ({ADAPTER_CONFIG_NAME}), so only the adapter would be "
+            "trained. Move them elsewhere, or merge the adapter first: by `merge=true` of its recipe, or by "
+            "`merge_and_unload` of PEFT."
+        )
     if recipe.retrofit is not None:
         try:
             retrofit_config(config, **recipe.retrofit)
@@ -130,10 +98,9 @@ def check_model_config(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizer
             "command. To train it as it is, use the recipe `finetune`."
         )
     with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
-        checkpoint = Checkpoint.open(recipe.model)
         # Checkpoints of an adapter hold no settings of generation.
         is_saved = recipe.lora is None or recipe.merge
-        check_generation_saving(checkpoint, _special_tokens(recipe) if is_saved else {})
+        check_generation_saving(source.checkpoint, _special_tokens(recipe) if is_saved else {})
 
 
 def _special_tokens(recipe: Recipe) -> dict[str, Any]:
@@ -141,23 +108,12 @@ def _special_tokens(recipe: Recipe) -> dict[str, Any]:
     return {name: recipe.config[name] for name in SPECIAL_TOKENS if name in recipe.config}
 
 
-def check_start(recipe: Recipe, name: str) -> None:
-    """Raise ValueError if a run cannot start from a named configuration, or gets an adapter.
-
-    `from_pretrained` would load an adapter beside a model and freeze the model, so a run would train and save only the
-    adapter.
-
-    Args:
-        recipe: The recipe of the run.
-        name: The recipe's name if it comes with `attnres`, else empty.
-    """
-    check_from_scratch(recipe, name)
-    if recipe.model not in names() and find_adapter_config_file(recipe.model) is not None:
-        raise ValueError(
-            f"{recipe.model} has the files of an adapter ({ADAPTER_CONFIG_NAME}), so only the adapter would be "
-            "trained. Move them elsewhere, or merge the adapter first: by `merge=true` of its recipe, or by "
-            "`merge_and_unload` of PEFT."
-        )
+def _config_fields(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """Return the fields to set in the model's configuration. A model from scratch gets the tokenizer's vocabulary."""
+    if not recipe.source.is_named:
+        return recipe.config
+    special = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    return {"vocab_size": len(tokenizer), **special, **recipe.config}
 
 
 def _is_retrofitted(config: PreTrainedConfig) -> bool:
@@ -167,12 +123,6 @@ def _is_retrofitted(config: PreTrainedConfig) -> bool:
     # A conversion may have added only a gate, or only value residuals.
     has_others = config.attention_gate is not None or config.value_residual is not None
     return config.residual_connection != "standard" or has_others
-
-
-def _named_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Return the named configuration of a recipe, with the tokenizer's vocabulary and special tokens."""
-    special = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
-    return load(recipe.model, **{"vocab_size": len(tokenizer), **special, **recipe.config})
 
 
 def _check_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
@@ -264,81 +214,59 @@ def _whole_batches(train: "Dataset", recipe: Recipe, num_held_out: int = 0) -> "
     return whole
 
 
-def identify_model(recipe: Recipe) -> dict[str, str]:
-    """Return `{"model": TEXT}`, where TEXT changes with the files of a model. Empty for a named configuration.
-
-    For a model on the Hub, TEXT is `commit HASH`. The result is empty too if the Hub gives only single files, and no
-    snapshot. A resumed run compares this text with the one that it began with. The checkpoint does not suffice for
-    that: the checkpoint of an adapter lacks the base model, and no checkpoint has the configuration that the model
-    began with.
-    """
-    folder = Path(recipe.model)
-    if recipe.model in names():
-        return {}
-    if not folder.is_dir():
-        with contextlib.suppress(FileNotFoundError):
-            commit = Checkpoint.open(recipe.model).folder.name  # the folder of a snapshot has this name
-            return {"model": f"{COMMIT}{commit}"}
-        return {}
-    paths = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
-    return {"model": repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths])}
-
-
 def prepare_model(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, division: DistributedConfig | None, checkpoint: str | None
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase | None,
+    sharding: DistributedConfig | None,
+    checkpoint: str | None,
 ) -> PreTrainedModel:
     """Make or load the model of a recipe, with its retrofit and adapters.
 
     Args:
         recipe: The recipe of the run.
         tokenizer: The tokenizer of the run.
-        division: How the processes divide the model; `None` if each has the whole model.
-        checkpoint: The checkpoint that the run resumes from; `None` for a new run. Only a divided model is loaded from
+        sharding: How `transformers` shards the model; `None` if each process has the whole model or a pipeline's part.
+        checkpoint: The checkpoint that the run resumes from; `None` for a new run. Only a sharded model is loaded from
             it here: `Trainer` loads the weights of a whole model.
 
     Returns:
         The model, of which this process holds its part.
 
     Raises:
-        OSError, RuntimeError, ValueError: The model cannot be loaded, retrofitted or divided, or a setting of the
+        OSError, RuntimeError, ValueError: The model cannot be loaded, retrofitted or sharded, or a setting of the
             recipe has no effect on it.
     """
-    if division is None:
+    if sharding is None:
         model = build_model(recipe, tokenizer, part_of_process(recipe))
-        _check_effects(recipe, model)
-        return model
-    start, build = Path(recipe.out) / START, partial(build_model, recipe, tokenizer)
-    if checkpoint is not None:
-        model = load_divided(checkpoint, division, start, build)
-    elif recipe.model in names() or recipe.retrofit is not None:
-        model = load_divided(None, division, start, build)
     else:
-        model = _load_with_config(recipe, partial(load_divided, recipe.model, division, start, build))
-    _check_effects(recipe, model)
-    if divides_sequence(recipe.distributed):
-        # Here, since older versions of `transformers`, which divide no model, do not have the styles that it changes.
+        start, build = Path(recipe.out) / START, partial(build_model, recipe, tokenizer)
+        if checkpoint is not None:
+            model = load_sharded(checkpoint, sharding, start, build)
+        elif recipe.source.is_named or recipe.retrofit is not None:
+            model = load_sharded(None, sharding, start, build)
+        else:
+            load = partial(load_sharded, sharding=sharding, start=start, build=build)
+            model = _without_code(recipe, recipe.source.build(load, **recipe.config))
+    if recipe.residual_alone and not residual_tensors(model):
+        raise ValueError(
+            f"`residual_alone` of the recipe is {recipe.residual_alone:g}, but must be 0: {recipe.model} has no "
+            "tensors of residual connections, so nothing would be trained in these steps."
+        )
+    if sharding is not None and recipe.distributed.sequence_parallel:
+        # Here, since older versions of `transformers`, which shard no model, do not have the styles that it changes.
         from .parallel.sequence_parallel import shard_sequence
 
         model = shard_sequence(model)
     return model
 
 
-def _check_effects(recipe: Recipe, model: PreTrainedModel) -> None:
-    """Raise ValueError if a setting of the recipe has no effect on its model."""
-    if recipe.residual_alone and not residual_tensors(model):
-        raise ValueError(
-            f"`residual_alone` of the recipe is {recipe.residual_alone:g}, but must be 0: {recipe.model} has no "
-            "tensors of residual connections, so nothing would be trained in these steps."
-        )
-
-
 def part_of_process(recipe: Recipe) -> Part | None:
     """Return the function that gives the names of this process's tensors; `None` if the recipe has no `pipeline`."""
-    settings = read_settings(recipe.pipeline)
+    settings = recipe.pipeline
     return None if settings is None else part_of(settings, PartialState().process_index % settings.stages)
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, part: Part | None = None) -> PreTrainedModel:
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, part: Part | None = None) -> PreTrainedModel:
     """Make or load the model of a recipe in this process, with its retrofit and adapters.
 
     Args:
@@ -353,34 +281,27 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, part: Part |
     Raises:
         OSError, ValueError: The model cannot be loaded or retrofitted.
     """
-    if recipe.model in names():
-        config = _named_config(recipe, tokenizer)
-        model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
+    source, fields = recipe.source, _config_fields(recipe, tokenizer)
+    if source.is_named:
+        model = source.build(**fields) if part is None else make_part(source.config(**fields), part)
     else:
-        # Absolute, since the file of an adapter names its base by this path.
-        source = str(Path(recipe.model).absolute()) if Path(recipe.model).is_dir() else recipe.model
-        options = {"starts_anew": True, "trust_remote_code": False}
-        if part is not None:
-            options["part"] = part if recipe.retrofit is None else partial(_part_of_retrofit, recipe, part)
-        load_model = partial(load_whole, AutoModelForCausalLM) if recipe.retrofit is None else load_source
-        model = _load_with_config(recipe, partial(load_model, source, **options))
+        loaded = part if part is None or recipe.retrofit is None else partial(_part_of_retrofit, recipe, part)
+        load = None if recipe.retrofit is None else load_source
+        options = {} if loaded is None else {"part": loaded}
+        model = _without_code(recipe, source.build(load, starts_anew=True, **options, **fields))
     if recipe.retrofit is not None:
         # A retrofit of the whole model refuses one that is offloaded.
         model = retrofit(model, **recipe.retrofit) if part is None else retrofit_part(model, **recipe.retrofit)
     if recipe.lora is not None:
         from .lora import add_adapters  # here, since `peft` comes with an extra
 
-        model = add_adapters(model, **recipe.lora)
+        model = add_adapters(model, **recipe.lora.given())
     check_fsdp2(model)
     return model
 
 
-def _load_with_config(recipe: Recipe, load_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-    """Load a model with `config` of the recipe by a function that takes its fields, and drop fields that name code."""
-    try:
-        model = load_model(**recipe.config)
-    except TypeError as error:  # the model's constructor gets each key that is not a field of its configuration
-        raise ValueError(f"`config` of the recipe does not fit {recipe.model}: {error}") from error
+def _without_code(recipe: Recipe, model: PreTrainedModel) -> PreTrainedModel:
+    """Return a loaded model with the recipe's special tokens for generation, and without fields that name code."""
     # The file of settings of generation has its own, by which `generate` ends a text.
     if model.generation_config is not None:
         vars(model.generation_config).update(_special_tokens(recipe))
@@ -391,18 +312,9 @@ def _load_with_config(recipe: Recipe, load_model: Callable[..., PreTrainedModel]
 
 
 def _part_of_retrofit(recipe: Recipe, part: Part, source: PreTrainedModel) -> frozenset[str]:
-    """Return the names that `part` gives for the retrofit of a model: its layers decide how it is divided."""
+    """Return the names that `part` gives for the retrofit of a model: its layers decide how it is cut."""
     with torch.device("meta"):
         return part(AutoModelForCausalLM.from_config(retrofit_config(source.config, **recipe.retrofit)))
 
 
-__all__ = [
-    "build_model",
-    "check_model_config",
-    "check_start",
-    "explain_missing",
-    "identify_model",
-    "prepare_data",
-    "prepare_model",
-    "prepare_tokenizer",
-]
+__all__ = ["build_model", "check_model", "prepare_data", "prepare_model", "prepare_tokenizer"]

@@ -5,61 +5,95 @@ imports PyTorch, so neither this file nor the files that it imports import heavy
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from os.path import expanduser
+from collections.abc import Collection, Sequence
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
+from pydantic.dataclasses import dataclass
 
-from attnres.utils.declared import declared_connections, trainer_fields
+from attnres.checkpoints.source import ModelSource
+from attnres.utils.declared import declared_connections
 from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import TextScalars, UniqueKeys, load_yaml
 
-from .lora_options import check_options
-from .parallel.pipeline_settings import read_settings
-from .recipe_values import check_keys, mapping, options_of, typed
-from .trainer_fields import DECIDED_BY_RUN, check_trainer_fields, type_trainer_fields
+from .parallel.pipeline_settings import PipelineSettings
+from .settings import (
+    Count,
+    Factor,
+    LoraSettings,
+    Name,
+    Place,
+    Places,
+    Positive,
+    Settings,
+    ShardingSettings,
+    Share,
+    Whole,
+    check_keys,
+    explained,
+)
+from .trainer_fields import DECIDED_BY_RUN, TrainerFields, read_trainer_fields, trainer_fields
 
-# The values of `bad_rows`, `optimizer` and `schedule`. They stand here, not beside the code that they choose, so that
-# reading a recipe does not import PyTorch.
-BAD_ROWS = ("error", "skip")
-OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "wsd")
-# A check of a value, and the allowed values as the error message names them. NaN fails every check.
-_POSITIVE = (lambda value: value >= 1, "at least 1")
-_SHARE = (lambda value: 0 <= value <= 1, "a share from 0 to 1")
-_FACTOR = (lambda value: 0 <= value < math.inf, "a finite number, at least 0")
-# Key of a recipe -> the check of its value.
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    **dict.fromkeys(
-        ("batch_size", "micro_batch_size", "steps", "tokens", "log_every", "save_every", "keep", "held_out_sequences"),
-        _POSITIVE,
-    ),
-    "length": (
-        lambda value: 2 <= value < 2**31,
-        "at least 2, since each token is predicted from earlier ones, and below 2**31",
-    ),
-    **dict.fromkeys(("warmup", "decay", "min_rate", "residual_alone"), _SHARE),
-    "epochs": (lambda value: 0 < value < math.inf, "a number above 0"),
-    **dict.fromkeys(("weight_decay", "residual_lr_factor", "max_grad_norm", "expert_balancing"), _FACTOR),
-    "learning_rate": (lambda value: 0 < value < math.inf, "a number above 0"),
-    "seed": (lambda value: 0 <= value < 2**32, "from 0 to 2**32 - 1"),
-}
+# The values of three keys. They stand here, not beside the code that they choose, so that reading a recipe does not
+# import PyTorch.
+BadRows = Literal["error", "skip"]
+Optimizer = Literal["adamw", "muon"]
+Schedule = Literal["cosine", "wsd"]
+BAD_ROWS, OPTIMIZERS, SCHEDULES = map(get_args, (BadRows, Optimizer, Schedule))
 # Names that other tools use -> the key of a recipe. Those of `TrainingArguments` follow below.
 _OTHER_NAMES = {"lr": "`learning_rate`", "dataset": "`train`", "output": "`out`", "max_length": "`length`"}
 _NEEDED = ("model", "train", "out")
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")  # of `config.dtype`
 RUN_LENGTHS = ("steps", "tokens", "epochs")
-# Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
-_NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
-# Keys whose values may be paths, in which a leading `~` is the home directory.
-_PATHS = ("model", "train", "out", "tokenizer", "held_out")
+# Keys whose values are names of models, files, folders, columns or splits. They are taken as they are written: `007` is
+# no number, and `on` is not true.
+_AS_WRITTEN = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
 
 
-@dataclass(frozen=True)
+def _check_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` of a recipe. Raise ValueError if `dtype` is unknown; other fields depend on the model."""
+    dtype = config.get("dtype")
+    if isinstance(dtype, str) and dtype not in _DTYPES:
+        raise ValueError(
+            f"`config.dtype` of the recipe is {dtype!r}, but must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}."
+        )
+    return config
+
+
+def _check_retrofit(options: dict[str, Any]) -> dict[str, Any]:
+    """Return `retrofit` of a recipe. Raise ValueError if the connection is unknown, or does not have an option."""
+    connections = declared_connections()
+    residual = options.get("residual", next(iter(connections)))
+    if residual not in [*connections]:
+        raise ValueError(
+            f"`retrofit.residual` of the recipe is {residual!r}, but must be one of "
+            f"{', '.join(connections)}.{did_you_mean(str(residual), connections, otherwise_all=False)}"
+        )
+    declared = connections[residual]
+    check_keys("retrofit", options, ["residual", *declared.options, *declared.fields])
+    return options
+
+
+# Fields of `TrainingArguments` that a pipeline does not follow -> the remedy in the error message.
+_NOT_IN_PIPELINES = {
+    "fp16": "use `bf16`, which needs no scaling of the loss",
+    "torch_compile": "leave it out",
+    # Each of these two turns `torch_compile` on.
+    "torch_compile_backend": "leave it out",
+    "torch_compile_mode": "leave it out",
+    "label_smoothing_factor": "leave it out",
+    "neftune_noise_alpha": "leave it out",
+    "use_liger_kernel": "leave it out",
+    "fsdp": "set `fsdp: true` in `pipeline`",
+    "deepspeed": "leave it out",
+}
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Recipe:
     """The settings of one run. Steps are optimizer steps; a batch counts sequences of `length` tokens.
 
@@ -110,7 +144,7 @@ class Recipe:
         log_every: Steps from one line of the log to the next.
         save_every: Steps from one checkpoint to the next. The held-out loss is measured at the same steps.
         keep: How many checkpoints stay. Older ones are removed.
-        distributed: How the model is divided among processes: fields of `transformers`' `DistributedConfig`, such as
+        distributed: How the model is sharded among processes: fields of `transformers`' `DistributedConfig`, such as
             `{fsdp_size: 8}`; beside `tp_size`, `sequence_parallel: true` divides the sequence too. See
             `docs/guides/many_devices.md`.
         pipeline: How the layers are divided among the processes of a pipeline: fields of
@@ -123,55 +157,62 @@ class Recipe:
         ValueError: A value is not allowed, or two values contradict each other.
     """
 
-    model: str
-    train: Sequence[str]
-    out: str
-    config: dict[str, Any] = field(default_factory=dict)
-    retrofit: dict[str, Any] | None = None
-    tokenizer: str | None = None
-    held_out: Sequence[str] = ()
-    held_out_split: str | None = None
-    held_out_sequences: int | None = None
-    column: str = "text"
-    split: str = "train"
-    streaming: bool = False
-    bad_rows: str = "error"
-    chat: bool = False
-    length: int = 1024
-    separate_documents: bool = False
-    batch_size: int = 32
-    micro_batch_size: int = 8
-    steps: int | None = None
-    tokens: int | None = None
-    epochs: float | None = None
-    optimizer: str = "adamw"
-    learning_rate: float = 3e-4
-    weight_decay: float = 0.1
-    residual_lr_factor: float = 1.0
-    residual_alone: float = 0.0
-    schedule: str = "wsd"
-    warmup: float = 0.05
-    decay: float = 0.5
-    min_rate: float = 0.0
-    max_grad_norm: float = 1.0
-    expert_balancing: float = 0.0
-    lora: dict[str, Any] | None = None
-    merge: bool = False
-    seed: int = 0
-    log_every: int = 10
-    save_every: int = 200
-    keep: int = 2
-    distributed: dict[str, Any] | None = None
-    pipeline: dict[str, Any] | None = None
-    trainer: dict[str, Any] = field(default_factory=dict)
+    model: Place
+    train: Annotated[Places, Field(min_length=1)]
+    out: Place
+    config: Annotated[dict[str, Any], AfterValidator(_check_config)] = field(default_factory=dict)
+    retrofit: Annotated[dict[str, Any], AfterValidator(_check_retrofit)] | None = None
+    tokenizer: Place | None = None
+    held_out: Places = ()
+    held_out_split: Name | None = None
+    held_out_sequences: Count | None = None
+    column: Name = "text"
+    split: Name = "train"
+    streaming: StrictBool = False
+    bad_rows: BadRows = "error"
+    chat: StrictBool = False
+    # Each token is predicted from earlier ones.
+    length: Annotated[Whole, Field(ge=2, lt=2**31)] = 1024
+    separate_documents: StrictBool = False
+    batch_size: Count = 32
+    micro_batch_size: Count = 8
+    steps: Count | None = None
+    tokens: Count | None = None
+    epochs: Positive | None = None
+    optimizer: Optimizer = "adamw"
+    learning_rate: Positive = 3e-4
+    weight_decay: Factor = 0.1
+    residual_lr_factor: Factor = 1.0
+    residual_alone: Share = 0.0
+    schedule: Schedule = "wsd"
+    warmup: Share = 0.05
+    decay: Share = 0.5
+    min_rate: Share = 0.0
+    max_grad_norm: Factor = 1.0
+    expert_balancing: Factor = 0.0
+    lora: LoraSettings | None = None
+    merge: StrictBool = False
+    seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0
+    log_every: Count = 10
+    save_every: Count = 200
+    keep: Count = 2
+    distributed: ShardingSettings | None = None
+    pipeline: PipelineSettings | None = None
+    trainer: Annotated[TrainerFields, BeforeValidator(read_trainer_fields)] = field(default_factory=TrainerFields)
 
-    def __post_init__(self) -> None:
-        self._check_values()
-        self._check_mappings()
-        self._check_combinations()
+    @property
+    def source(self) -> ModelSource:
+        """Return the model that the run starts from."""
+        return ModelSource(self.model)
 
-    def _check_values(self) -> None:
-        """Raise ValueError if a value is not allowed, or the length of the run is not given once."""
+    @property
+    def timeout(self) -> int:
+        """Return the seconds that a process of the run waits for the others."""
+        return self.trainer.ddp_timeout if self.pipeline is None else self.pipeline.timeout
+
+    @model_validator(mode="after")
+    def _check_length(self) -> "Recipe":
+        """Raise ValueError if the length of the run is not given once, or not known."""
         if self.steps is not None and self.tokens is not None:
             raise ValueError("The recipe has both `steps` and `tokens`: give one of them.")
         if self.steps is self.tokens is self.epochs is None:
@@ -180,45 +221,10 @@ class Recipe:
             raise ValueError("The length of a stream is not known before it ends: give `steps` or `tokens`.")
         if self.streaming and not self.held_out:
             raise ValueError("A stream has no end to take `held_out_sequences` from: give `held_out`.")
-        for name, (is_allowed, range_in_words) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not is_allowed(value):
-                raise ValueError(f"`{name}` of the recipe is {value}, but must be {range_in_words}.")
-        for name, allowed in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("bad_rows", BAD_ROWS)):
-            if getattr(self, name) not in allowed:
-                choices = " or ".join(map(repr, allowed))
-                raise ValueError(f"`{name}` of the recipe is {getattr(self, name)!r}, but must be {choices}.")
-        for name in _NAMES:
-            values = getattr(self, name)
-            if "" in ((values,) if isinstance(values, str) else values or ()):
-                raise ValueError(f"`{name}` of the recipe is empty: name one, or leave it out.")
-        if not self.train:
-            raise ValueError("`train` of the recipe is empty: name at least one data set.")
+        return self
 
-    def _check_mappings(self) -> None:
-        """Raise ValueError if a mapping has a wrong key or value."""
-        check_trainer_fields(self.trainer)
-        if self.retrofit is not None:
-            connections = declared_connections()
-            residual = self.retrofit.get("residual", next(iter(connections)))
-            if residual not in [*connections]:
-                raise ValueError(
-                    f"`residual` of the recipe's `retrofit` is {residual!r}, but must be one of "
-                    f"{', '.join(connections)}.{did_you_mean(str(residual), connections, otherwise_all=False)}"
-                )
-            declared = connections[residual]
-            check_keys("retrofit", self.retrofit, ["residual", *declared.options, *declared.fields])
-        if self.lora is not None:
-            check_keys("lora", self.lora, options_of(check_options))
-            check_options(**self.lora)
-        read_settings(self.pipeline)
-        dtype = self.config.get("dtype")
-        if isinstance(dtype, str) and dtype not in _DTYPES:
-            raise ValueError(
-                f"`config.dtype` of the recipe is {dtype!r}, but must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}."
-            )
-
-    def _check_combinations(self) -> None:
+    @model_validator(mode="after")
+    def _check_combinations(self) -> "Recipe":
         """Raise ValueError if two keys exclude each other."""
         if self.lora is not None and self.retrofit is not None:
             raise ValueError(
@@ -228,19 +234,56 @@ class Recipe:
         for name, needed in (("merge", "lora"), ("held_out_split", "held_out")):
             if getattr(self, name) and not getattr(self, needed):
                 raise ValueError(f"`{name}` of the recipe has no effect without `{needed}`: give both or neither.")
-        if self.lora is not None and self.distributed is not None:
-            raise ValueError("An adapter cannot be trained on a divided model: leave out `lora` or `distributed`.")
-        if (self.distributed or {}).get("sequence_parallel") and self.trainer.get("neftune_noise_alpha"):
+        several = [name for name in ("lora", "distributed", "pipeline") if getattr(self, name) is not None]
+        if len(several) > 1:
+            first, second, *_ = several
+            raise ValueError(f"`{second}` and `{first}` of the recipe exclude each other: leave out one of them.")
+        if self.distributed is not None and self.distributed.sequence_parallel and self.trainer.neftune_noise_alpha:
             raise ValueError(
                 "`trainer.neftune_noise_alpha` of the recipe does not work with `sequence_parallel`, where each "
                 "process has a part of the embedding: leave out one of them."
             )
-        if self.pipeline is not None:
-            for name in ("lora", "distributed"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"`pipeline` and `{name}` of the recipe exclude each other: leave out one of them."
-                    )
+        return self
+
+    @model_validator(mode="after")
+    def _check_pipeline(self) -> "Recipe":
+        """Raise ValueError if a field of the trainer has no effect in a pipeline."""
+        for name, remedy in _NOT_IN_PIPELINES.items() if self.pipeline is not None else ():
+            if getattr(self.trainer, name, None) not in (None, False, 0, 0.0, "", []):
+                raise ValueError(f"`trainer.{name}` of the recipe does not work with `pipeline`: {remedy}.")
+        is_shared = self.pipeline is not None or (self.distributed is not None and (self.distributed.tp_size or 1) > 1)
+        if is_shared and not self.trainer.average_tokens_across_devices:
+            way = "`tp_size` of `distributed`" if self.pipeline is None else "`pipeline`"
+            raise ValueError(
+                f"`trainer.average_tokens_across_devices` of the recipe must be true with {way}, where several "
+                "processes compute the same batch: `Trainer` would divide the loss by too few labels. Leave it out."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_best(self) -> "Recipe":
+        """Raise ValueError if a run cannot end with its best checkpoint."""
+        subject, trainer = "`trainer.load_best_model_at_end` of the recipe", self.trainer
+        if not trainer.load_best_model_at_end:
+            return self
+        if self.distributed is not None:
+            raise ValueError(
+                f"{subject} does not work with `distributed`, whose checkpoints are in parts: leave it out, and take "
+                "the checkpoint that you want."
+            )
+        if trainer.metric_for_best_model not in (None, "loss", "eval_loss") or trainer.greater_is_better:
+            raise ValueError(
+                f"{subject} chooses the lowest held-out loss: leave out `metric_for_best_model` and "
+                "`greater_is_better`."
+            )
+        if trainer.eval_delay > 0:
+            raise ValueError(f"{subject} needs a held-out loss for each checkpoint: leave out `trainer.eval_delay`.")
+        if trainer.eval_steps not in (None, self.save_every):
+            raise ValueError(
+                f"{subject} needs a held-out loss for each checkpoint and no other: leave out `trainer.eval_steps`, "
+                "which then is `save_every`."
+            )
+        return self
 
     @property
     def most_steps(self) -> int | None:
@@ -283,49 +326,50 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: There is no such file or recipe.
         ValueError: A key is unknown, or a value has the wrong type or is not allowed.
     """
-    text, known = _read_text(path), {item.name: item for item in fields(Recipe)}
-    texts = {name for name, item in known.items() if item.type in (str, str | None, Sequence[str])}
-    content = read_yaml(text, path)
-    content = {} if content is None else content
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a recipe: it must hold `key: value` lines.")
-    as_text = read_yaml(text, path, TextScalars) or {}
-    content |= {name: value for name, value in as_text.items() if name in texts}
-    changed = set()
+    text, known = _read_text(path), [item.name for item in fields(Recipe)]
+    content = _read_keys(text, path)
+    changed = {}
     for number, change in enumerate(changes):
         key, equals, value = change.partition("=")
         if not equals:
             raise ValueError(f"{change!r} is not of the form key=value. A value with spaces needs quotes.")
         name, dot, inner = key.partition(".")
         try:
-            parsed = read_yaml(value, change, TextScalars if key in texts else UniqueKeys)
+            parsed = read_yaml(value, change, TextScalars if key in _AS_WRITTEN else UniqueKeys)
         except ValueError:
             _check_undivided(changes[number:])
             raise
-        content[name] = {**mapping(name, content.get(name) or {}), inner: parsed} if dot else parsed
-        changed.add(name)
-    if any(content.get(name) is not None for name in changed.intersection(RUN_LENGTHS)):
+        if dot:
+            outer = changed.get(name, content.get(name)) or {}
+            if not isinstance(outer, dict):
+                raise ValueError(f"`{name}` of the recipe is {outer!r}, but must be a mapping of names to values.")
+            parsed = {**outer, inner: parsed}
+        changed[name] = parsed
+    if any(changed.get(name) is not None for name in RUN_LENGTHS):
         # A length on the command line replaces the file's, which may be given by another of these keys.
-        for name in {*RUN_LENGTHS} - changed:
-            content.pop(name, None)
-    # A needed key without a value counts as missing.
-    content = {name: value for name, value in content.items() if value is not None or name not in _NEEDED}
-    for name, value in content.items():
-        if name not in known:
-            raise ValueError(f"A recipe has no `{name}`.{_remedy(str(name), known)}")
-        content[name] = typed(name, value, known[name].type)
-        if name in _PATHS:
-            content[name] = _expanded(content[name])
-    content["trainer"] = type_trainer_fields(content.get("trainer", {}))
-    if missing := [name for name in _NEEDED if not content.get(name)]:
-        names = " and ".join(f"`{name}`" for name in missing)
-        raise ValueError(f"The recipe lacks {names}: give {' '.join(f'{name}=...' for name in missing)}")
-    return Recipe(**content)
+        content = {name: value for name, value in content.items() if name not in RUN_LENGTHS}
+    content |= changed
+    if unknown := [name for name in content if name not in known]:
+        raise ValueError(f"A recipe has no `{unknown[0]}`.{_remedy(str(unknown[0]), known)}")
+    with explained("the recipe"):
+        # A needed key without a value counts as missing.
+        return Recipe(**{name: value for name, value in content.items() if value or name not in _NEEDED})
+
+
+def _read_keys(text: str, path: str | Path) -> dict[Any, Any]:
+    """Return the keys and values of a recipe's file."""
+    content, as_written = read_yaml(text, path), read_yaml(text, path, TextScalars)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a recipe: it must hold `key: value` lines.")
+    return content | {name: as_written[name] for name in _AS_WRITTEN if name in as_written}
 
 
 def write_recipe(recipe: Recipe) -> str:
     """Return a recipe as YAML, with every key, including keys at their default."""
-    content = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
+    values = {item.name: getattr(recipe, item.name) for item in fields(Recipe)}
+    content = {name: value.given() if isinstance(value, Settings) else value for name, value in values.items()}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
 
@@ -386,8 +430,14 @@ def _check_undivided(changes: Sequence[str]) -> None:
         raise ValueError(f"The shell divides {whole} at its spaces: put it in quotes, '{whole}'.")
 
 
-def _expanded(value: Any) -> Any:
-    """Return a path, or each of several, with the home directory in place of a leading `~`."""
-    if isinstance(value, tuple):
-        return tuple(map(expanduser, value))
-    return expanduser(value) if isinstance(value, str) else value
+__all__ = [
+    "BAD_ROWS",
+    "OPTIMIZERS",
+    "RUN_LENGTHS",
+    "SCHEDULES",
+    "Recipe",
+    "read_recipe",
+    "read_yaml",
+    "recipe_names",
+    "write_recipe",
+]

@@ -22,7 +22,7 @@ from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.kimi_k3 import describe_left_out
-from attnres.configuration import names
+from attnres.checkpoints.source import ModelSource
 from attnres.configuration.counting import count_stored
 from attnres.publishing.cards import CARD, CardSubject, add_step, linked, new_card, write_card
 from attnres.publishing.markdown import code, is_hub_id, link
@@ -179,13 +179,12 @@ def write_training_card(
     config = model.config
     if not isinstance(config, ResidualConfig):
         return
-    is_local = Path(recipe.model).is_dir()
-    hub_id = None if is_local or recipe.model in names() else recipe.model
+    hub_id = recipe.source.hub_id
     commit = getattr(config, "_commit_hash", None)
-    source = Path(recipe.model) if is_local else hub_id and _card_on_hub(hub_id, commit)
+    source = Path(recipe.model) if recipe.source.is_folder else hub_id and _card_on_hub(hub_id, commit)
     text = new_card(source, hub_id)
     base = linked(hub_id, recipe.model, commit)
-    if recipe.model in names():
+    if recipe.source.is_named:
         step = f"**Trained from scratch**, the configuration {base}"
     elif recipe.retrofit is not None:
         step = f"**Retrofit** of {base}, {config.connection.describe(config)}, then **trained**"
@@ -193,7 +192,7 @@ def write_training_card(
         step = f"**Trained**, from {base},"
     data, training = _describe_data(recipe.train), _describe_training(recipe, results, processes)
     step += f" by `attnres train{f' {name}' if name else ''}`{data}: {training}"
-    if left_out := _describe_left_out(config, recipe.model, commit):
+    if left_out := _describe_left_out(config, recipe.source, commit):
         step += f" {left_out}"
     run = Path(recipe.out).absolute().name
     subject = CardSubject(
@@ -207,15 +206,15 @@ def write_training_card(
     write_card(add_step(text, step), subject)
 
 
-def _describe_left_out(config: ResidualConfig, source: str, commit: str | None) -> str | None:
+def _describe_left_out(config: ResidualConfig, source: ModelSource, commit: str | None) -> str | None:
     """Return a sentence on the parts of a released Kimi K3 that a run from it left out; `None` if there are none."""
-    if not isinstance(config, AttnResKimiK3Config) or source in names():
+    if not isinstance(config, AttnResKimiK3Config) or source.is_named:
         return None
     try:
         folder = (
-            Path(source)
-            if Path(source).is_dir()
-            else Path(snapshot_download(source, revision=commit, local_files_only=True))
+            Path(source.name)
+            if source.is_folder
+            else Path(snapshot_download(source.name, revision=commit, local_files_only=True))
         )
         return describe_left_out(Checkpoint(folder))
     except (OSError, ValueError):  # it was changed or removed since the run began

@@ -8,19 +8,21 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from attnres.checkpoints.source import COMMIT
 from attnres.utils.files import atomic_write, check_replaceable, check_writable, locked, parents
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 
 from .recipe import RUN_LENGTHS, Recipe, read_recipe, write_recipe
+from .settings import Settings
 
 RECIPE, RESULTS, DATA, LOCK = "recipe.yaml", "results.json", "data.json", ".lock"
 MODEL, ADAPTER = "model", "adapter"
 PARTIAL = ".partial-"  # the prefix of a folder that a checkpoint is written into
-COMMIT = "commit "  # the beginning of the text by which `data.json` identifies a model on the Hub
-START = ".start"  # the folder of a whole model that is about to be divided
+START = ".start"  # the folder of a whole model that is about to be sharded
 # Folders that a killed run may leave half-written, the second of them by `atomic_directory`.
 HALF_WRITTEN = (f"{PARTIAL}*", ".*.partial", START)
 _OTHER_OUT = "Choose another `out`."
@@ -65,9 +67,9 @@ def _check_same_recipe(out: Path, recipe: Recipe) -> None:
     if None not in (before.pipeline, recipe.pipeline):
         may_change += ("pipeline",)  # a checkpoint of a pipeline can be resumed with another number of stages
     changed = [
-        f"{name} {_show(old)}, not {_show(new)}"
-        for name, new in vars(recipe).items()
-        if name not in may_change and (old := getattr(before, name)) != new
+        f"{item.name} {_show(old)}, not {_show(new)}"
+        for item in fields(recipe)
+        if item.name not in may_change and (old := getattr(before, item.name)) != (new := getattr(recipe, item.name))
     ]
     if changed:
         raise FileExistsError(
@@ -77,6 +79,7 @@ def _check_same_recipe(out: Path, recipe: Recipe) -> None:
 
 def _show(value: Any) -> str:
     """Return a value of a recipe for a message, `default` for a key that was not given."""
+    value = value.given() if isinstance(value, Settings) else value
     return repr(value) if value or value in (0, False) else "default"
 
 

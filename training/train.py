@@ -19,8 +19,6 @@ from transformers import PrinterCallback, ProgressCallback, TrainingArguments, s
 from transformers.distributed import DistributedConfig
 from transformers.trainer_utils import get_last_checkpoint
 
-from attnres.checkpoints.whole import check_source_sizes
-from attnres.configuration import names
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
@@ -29,30 +27,24 @@ from .arguments import prepare_arguments, set_steps
 from .checkpoints import check_best, check_checkpoint
 from .disk_space import check_disk
 from .display import Display, describe_run
+from .launch import check_launch, read_launch
 from .parallel.pipeline import Pipeline
-from .parallel.pipeline_settings import read_settings
-from .parallel.pipeline_trainer import PipelineTrainer, check_arguments, describe_pipeline
+from .parallel.pipeline_trainer import PipelineTrainer, describe_pipeline
 from .parallel.sharding import (
     allow_tensor_parallel_on_cpus,
-    check_division,
-    check_engines,
-    describe_division,
-    divide_by_deepspeed_later,
-    read_division,
+    check_engine,
+    check_sharding,
+    describe_sharding,
+    make_sharding,
+    shard_by_deepspeed_later,
 )
-from .prepare import (
-    check_model_config,
-    check_start,
-    identify_model,
-    prepare_data,
-    prepare_model,
-    prepare_tokenizer,
-)
+from .prepare import check_model, prepare_data, prepare_model, prepare_tokenizer
 from .recipe import Recipe
 from .report import collect_results, describe_results, write_run
 from .run_folder import check_data, check_length, hold_folder, record_run
+from .start import check_from_scratch
 from .trainer import AttnResTrainer
-from .waiting import explained_timeouts, first_process_first, wait_limit
+from .waiting import explained_timeouts, first_process_first
 
 TERMINATED = 128 + 15  # the exit status of a process that SIGTERM ends
 
@@ -81,70 +73,70 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
 
 
 def _train(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Join the processes, check the recipe's division, and train in the folder `out`."""
+    """Join the processes, check the recipe's sharding, and train in the folder `out`."""
+    launch = read_launch()
+    check_launch(recipe, launch)
     # accelerate joins processes on CPUs only if `cpu` is set.
     cpu = not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    state = PartialState(cpu=cpu, timeout=timedelta(seconds=wait_limit(recipe)))
+    state = PartialState(cpu=cpu, timeout=timedelta(seconds=recipe.timeout))
     if recipe.lora is not None:
         import_module("attnres.training.lora")  # a missing `peft` shows before any work
-    check_engines(state, recipe.optimizer)
-    division = read_division(recipe.distributed, state.num_processes)
+    check_engine(state, launch)
+    sharding = make_sharding(recipe.distributed)
     with quiet_transformers():
-        arguments = prepare_arguments(recipe, state, division)
-        if recipe.pipeline is not None:
-            check_arguments(recipe, read_settings(recipe.pipeline), arguments)
-    allow_tensor_parallel_on_cpus(state, division)  # after `TrainingArguments`, which find the type of the run anew
-    divide_by_deepspeed_later()
+        arguments = prepare_arguments(recipe, state)
+    allow_tensor_parallel_on_cpus(state, sharding)  # after `TrainingArguments`, which find the type of the run anew
+    shard_by_deepspeed_later()
     with contextlib.ExitStack() as stack:
         # Only the first process holds the folder, and it does so before the others look for a checkpoint there.
         with state.main_process_first():
             if state.is_main_process:
                 stack.enter_context(hold_folder(Path(recipe.out), recipe))
-        return _train_in_folder(recipe, name, state, division, arguments)
+        return _train_in_folder(recipe, name, state, sharding, arguments)
 
 
 def _train_in_folder(
-    recipe: Recipe, name: str, state: PartialState, division: DistributedConfig | None, arguments: TrainingArguments
+    recipe: Recipe, name: str, state: PartialState, sharding: DistributedConfig | None, arguments: TrainingArguments
 ) -> dict[str, Any]:
     """Prepare, train and report, while the first process holds the folder of the run."""
-    out, settings = Path(recipe.out), read_settings(recipe.pipeline)
+    out = Path(recipe.out)
     checkpoint = get_last_checkpoint(str(out))
     if checkpoint is not None:
         arguments.eval_on_start = False  # the run measured this loss when it began
     set_seed(recipe.seed)
 
     # The first process checks the checkpoint and tokenises; the others then find its tokens in the cache.
-    with quiet_transformers(), first_process_first(state, wait_limit(recipe)):
+    with quiet_transformers(), first_process_first(state, recipe.timeout):
         if checkpoint is not None and state.is_main_process:
             check_checkpoint(Path(checkpoint))
             if arguments.load_best_model_at_end:
                 check_best(Path(checkpoint))
-        check_start(recipe, name)
-        if recipe.model not in names():
-            check_source_sizes(recipe.model)
+        if recipe.source.is_named:
+            check_from_scratch(recipe, name)
         tokenizer = prepare_tokenizer(recipe)
-        check_model_config(recipe, name, tokenizer)
+        check_model(recipe, name, tokenizer)
         train, held_out, digests = prepare_data(recipe, tokenizer)
         set_steps(arguments, recipe, train)
         if state.is_main_process:
-            digests |= identify_model(recipe)
+            if (identity := recipe.source.identity()) is not None:
+                digests |= {"model": identity}
             if checkpoint is not None:
                 check_data(out, digests)
                 resuming = check_length(out, Path(checkpoint), arguments.max_steps)
 
     with quiet_transformers():
         with status(Console(), f"Loading {recipe.model} ...") if state.is_main_process else contextlib.nullcontext():
-            model = prepare_model(recipe, tokenizer, division, checkpoint)
+            model = prepare_model(recipe, tokenizer, sharding, checkpoint)
         display = Display()
         # Without the tokenizer, whose special tokens `Trainer` would write over the model's: the token that ends a turn
         # of a chat model is often not the tokenizer's end-of-text token.
         options = {"train_dataset": train, "eval_dataset": held_out}
-        if settings is not None:
-            trainer = PipelineTrainer(Pipeline(model, settings, arguments.device), recipe, arguments, **options)
+        if recipe.pipeline is not None:
+            trainer = PipelineTrainer(Pipeline(model, recipe.pipeline, arguments.device), recipe, arguments, **options)
         else:
             trainer = AttnResTrainer(model, recipe, arguments, **options)
-        divide_by_deepspeed_later()
-        check_division(trainer, division)
+        shard_by_deepspeed_later()
+        check_sharding(trainer, sharding)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(display)
@@ -152,10 +144,10 @@ def _train_in_folder(
             check_disk(trainer, recipe, 0 if checkpoint is None else int(checkpoint.rpartition("-")[2]))
             record_run(out, recipe, digests, is_resumed=checkpoint is not None)
             described = recipe, model, train, held_out, arguments.device
-            if settings is not None:
+            if recipe.pipeline is not None:
                 lines = describe_run(*described, describe_pipeline(trainer.pipeline), trainer.total_parameters)
             else:
-                lines = describe_run(*described, describe_division(trainer, division))
+                lines = describe_run(*described, describe_sharding(trainer, sharding))
             print("\n".join(lines), flush=True)
             if checkpoint:
                 print(resuming, flush=True)

@@ -1,16 +1,20 @@
-"""Fields of `TrainingArguments`, the key `trainer` of a recipe: their types, values, and those that the run sets.
+"""The key `trainer` of a recipe: fields of `TrainingArguments`, their types, and those that the run sets.
 
 The command line reads a recipe before it imports PyTorch, so the fields are taken from the source text of
 `transformers`.
 """
 
-from collections.abc import Callable, Collection
-from typing import Any
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from attnres.utils.declared import trainer_fields
+from pydantic import BeforeValidator, Field, StrictBool, create_model, model_validator
 
-from .recipe_values import check_keys, typed
+from .settings import Number, Settings, Whole
 
+LONGEST_TIMEOUT = 30 * 24 * 3600  # seconds; gloo counts nanoseconds in 64 bits, and fails at once beyond their range
 # Fields of `TrainingArguments` that the run sets -> the remedy in the error message. `None`: leave the field out.
 DECIDED_BY_RUN = {
     "output_dir": "`out`",
@@ -45,76 +49,102 @@ DECIDED_BY_RUN = {
     **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), None),
     # Workers are forked. Other processes would have to receive the data set by pickle, which it does not support.
     "dataloader_multiprocessing_context": None,
+    # It would leave out held-out rows too.
+    "dataloader_drop_last": None,
 }
-# Fields that YAML reads as `false` where they are `no`.
-_STRATEGIES = ("eval_strategy", "logging_strategy")
-# Field -> the check of its value, and the allowed values as the error message names them.
-_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "dataloader_drop_last": (lambda value: not value, "false, since it leaves out held-out rows too"),
-    "label_smoothing_factor": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
-}
+_TYPES = {"bool": StrictBool, "int": Whole, "float": Number}
+# YAML reads `no` as `false`.
+_Strategy = Annotated[Any, BeforeValidator(lambda value: "no" if value is False else value)]
 
 
-def type_trainer_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert the fields of the trainer, as YAML reads them, to their types.
+class AccumulationSettings(Settings):
+    """The field `accelerator_config.gradient_accumulation_kwargs`, without `num_steps`, which the recipe decides."""
 
-    Args:
-        values: The value of `trainer`.
+    key = "trainer.accelerator_config.gradient_accumulation_kwargs"
+    sync_each_batch: StrictBool = False
+    sync_with_dataloader: StrictBool = True
+    adjust_scheduler: StrictBool = True
 
-    Returns:
-        The converted values. Values of unknown fields stay.
+
+class AcceleratorSettings(Settings):
+    """The field `accelerator_config`. Other values would change which rows a process reads or accumulates."""
+
+    key = "trainer.accelerator_config"
+    # It would divide `batch_size` a second time.
+    split_batches: Literal[False] = False
+    # It sends tensors only.
+    dispatch_batches: Literal[False] | None = None
+    # Without it, the processes evaluate different numbers of batches.
+    even_batches: Literal[True] = True
+    # Without it, a resumed run reads other rows.
+    use_seedable_sampler: Literal[True] = True
+    non_blocking: StrictBool = False
+    gradient_accumulation_kwargs: AccumulationSettings | None = None
+    use_configured_state: StrictBool = False
+
+
+class TrainerFields(Settings):
+    """The key `trainer` of a recipe. Only the fields that the run itself reads stand here; the others are `Any`."""
+
+    key = "trainer"
+    accelerator_config: AcceleratorSettings | None = None
+    average_tokens_across_devices: StrictBool = True
+    ddp_timeout: Annotated[Whole, Field(ge=1, le=LONGEST_TIMEOUT)] = 1800  # seconds, the default of `transformers`
+    eval_delay: Annotated[Number, Field(ge=0)] = 0.0
+    eval_steps: Number | None = None
+    eval_strategy: _Strategy = "steps"
+    fp16: StrictBool = False
+    fsdp: Any = None
+    greater_is_better: StrictBool | None = None
+    label_smoothing_factor: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    load_best_model_at_end: StrictBool = False
+    logging_strategy: _Strategy = "steps"
+    metric_for_best_model: str | None = None
+    neftune_noise_alpha: Number | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_decided(cls, values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if key in DECIDED_BY_RUN:
+                remedy = DECIDED_BY_RUN[key]
+                reason = f", since the run sets it: give {remedy} instead" if remedy else ": leave it out"
+                raise ValueError(f"`trainer.{key}` of the recipe must not be set{reason}.")
+        return values
+
+
+@cache
+def trainer_fields() -> dict[str, tuple[str, ...]]:
+    """Return the fields of `transformers.TrainingArguments`, each with the names of its types, such as `float`."""
+    (folder,) = find_spec("transformers").submodule_search_locations
+    tree = ast.parse((Path(folder) / "training_args.py").read_text(encoding="utf-8"))
+    (declared,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
+    return {
+        item.target.id: tuple(part.strip() for part in ast.unparse(item.annotation).split("|"))
+        for item in declared.body
+        if isinstance(item, ast.AnnAssign)
+    }
+
+
+@cache
+def _all_fields() -> type[TrainerFields]:
+    """Return the class with every field of `TrainingArguments`, of which numbers and switches have their types."""
+    types = {}
+    for name, parts in trainer_fields().items():
+        if name not in TrainerFields.model_fields and name not in DECIDED_BY_RUN:
+            (*kinds,) = {*parts} - {"None"}
+            kind = _TYPES.get("float" if {*kinds} == {"int", "float"} else kinds[0] if len(kinds) == 1 else "", Any)
+            types[name] = (kind | None if "None" in parts else kind, None)
+    return create_model("TrainerFields", __base__=TrainerFields, **types)
+
+
+def read_trainer_fields(values: Any) -> Any:
+    """Return the fields of the trainer with their types. What is no mapping stays, for Pydantic to refuse.
 
     Raises:
-        ValueError: A number cannot be read.
+        ValueError: A field is unknown, is set by the run, or has a value of a wrong type.
     """
-    converted = dict(values)
-    for name, types in trainer_fields().items() if values else ():
-        if name not in values or name in DECIDED_BY_RUN:
-            continue
-        if name in _STRATEGIES and values[name] is False:
-            converted[name] = "no"
-        kinds = {*types} - {"None"}
-        if kinds <= {"int", "float"} and not _is_left_out(values[name], types):
-            converted[name] = typed(f"trainer.{name}", values[name], float if "float" in kinds else int)
-    return converted
+    return _all_fields().model_validate(values) if isinstance(values, dict) and values else values
 
 
-def check_trainer_fields(values: dict[str, Any]) -> None:
-    """Raise ValueError if a field of the trainer is unknown, is set by the run, or has a value that is not allowed.
-
-    Args:
-        values: The value of `trainer`.
-    """
-    if decided := next((key for key in values if key in DECIDED_BY_RUN), None):
-        remedy = DECIDED_BY_RUN[decided]
-        reason = f", since the run sets it: give {remedy} instead" if remedy else ": leave it out"
-        raise ValueError(f"`trainer.{decided}` of the recipe must not be set{reason}.")
-    if not values:
-        return
-    known = trainer_fields()
-    check_keys("trainer", values, known)
-    for key, value in values.items():
-        # As text, "false" would count as true.
-        if {*known[key]} <= {"bool", "None"} and not isinstance(value, bool | None):
-            raise _wrong(key, value, "true or false")
-        if key in _ALLOWED and not _is_left_out(value, known[key]) and not _is_allowed(key, value):
-            raise _wrong(key, value, _ALLOWED[key][1])
-
-
-def _is_allowed(key: str, value: Any) -> bool:
-    try:
-        return _ALLOWED[key][0](value)
-    except TypeError:  # of another type
-        return False
-
-
-def _is_left_out(value: Any, types: Collection[str]) -> bool:
-    """Return whether a value is the `null` that a field of these types may have."""
-    return value is None and "None" in types
-
-
-def _wrong(key: str, value: Any, allowed: str) -> ValueError:
-    return ValueError(f"`trainer.{key}` of the recipe is {value!r}, but must be {allowed}.")
-
-
-__all__ = ["DECIDED_BY_RUN", "check_trainer_fields", "type_trainer_fields"]
+__all__ = ["DECIDED_BY_RUN", "LONGEST_TIMEOUT", "TrainerFields", "read_trainer_fields", "trainer_fields"]

@@ -13,31 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from attnres.utils.errors import is_timeout
 
-from .parallel.pipeline_settings import LONGEST_TIMEOUT, PipelineSettings, read_settings
+from .parallel.pipeline_settings import PipelineSettings
 from .recipe import Recipe
 
 _BEAT = 1.0  # seconds between two signs of life of the first process
-
-
-def wait_limit(recipe: Recipe) -> int:
-    """Return the seconds that a process of a run waits for the others.
-
-    Args:
-        recipe: The recipe of the run. `timeout` of its `pipeline` gives the limit, and without a pipeline
-            `trainer.ddp_timeout`, whose default in `transformers` is half an hour.
-
-    Raises:
-        ValueError: `trainer.ddp_timeout` is not a positive number.
-    """
-    if (settings := read_settings(recipe.pipeline)) is not None:
-        return settings.timeout
-    seconds = recipe.trainer.get("ddp_timeout", 1800)
-    if isinstance(seconds, bool) or not isinstance(seconds, int) or not 1 <= seconds <= LONGEST_TIMEOUT:
-        raise ValueError(
-            f"`trainer.ddp_timeout` of the recipe is {seconds!r}, but must be a number of seconds, from 1 to "
-            f"{LONGEST_TIMEOUT}."
-        )
-    return seconds
 
 
 @contextmanager
@@ -55,14 +34,14 @@ def explained_timeouts(recipe: Recipe) -> Iterator[None]:
     except (RuntimeError, CheckpointException) as error:
         if not is_timeout(error):
             raise
-        settings, rank = read_settings(recipe.pipeline), int(os.environ.get("RANK", "0"))
+        settings, rank = recipe.pipeline, int(os.environ.get("RANK", "0"))
         if settings is None:
             remedy = "`trainer.ddp_timeout` of the recipe"
         else:
             neighbours = _neighbours(settings, rank)
-            remedy = f"Its neighbours in the pipeline: {neighbours}. `timeout` of the recipe's `pipeline`"
+            remedy = f"Its neighbours in the pipeline: {neighbours}. `pipeline.timeout` of the recipe"
         raise RuntimeError(
-            f"process {rank} has waited {wait_limit(recipe)} seconds for the other processes: one of them hangs, or a "
+            f"process {rank} has waited {recipe.timeout} seconds for the other processes: one of them hangs, or a "
             f"step takes longer. {remedy} sets the limit."
         ) from error
 
@@ -126,4 +105,4 @@ def first_process_first(state: PartialState, seconds: int) -> Iterator[None]:
         raise errors[0]
 
 
-__all__ = ["explained_timeouts", "first_process_first", "wait_limit"]
+__all__ = ["explained_timeouts", "first_process_first"]

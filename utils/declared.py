@@ -60,16 +60,6 @@ def backbones() -> tuple[str, ...]:
 
 
 @cache
-def trainer_fields() -> dict[str, tuple[str, ...]]:
-    """Return the fields of `transformers.TrainingArguments`, each with the names of its types, such as `float`."""
-    tree = _parse(_folder("transformers") / "training_args.py")
-    return {
-        name: tuple(part.strip() for part in ast.unparse(annotation).split("|"))
-        for name, annotation in _annotations(_classes(tree)["TrainingArguments"])
-    }
-
-
-@cache
 def _read_connections() -> tuple[dict[str, DeclaredConnection], tuple[str, ...]]:
     """Return the connections and presets by name, and the fields that each of them can set beside its own."""
     classes: dict[str, ast.ClassDef] = {}
@@ -152,4 +142,4 @@ def _declaration(value: ast.expr | None) -> str | None:
     return ast.unparse(value.args[0]) if is_call else None
 
 
-__all__ = ["DeclaredConnection", "backbones", "declared_connections", "register_connection", "trainer_fields"]
+__all__ = ["DeclaredConnection", "backbones", "declared_connections", "register_connection"]

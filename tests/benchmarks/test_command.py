@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,7 @@ FIELDS = {
     "phases": {"sources", "sublayers", "tokens", "width", "chosen"},
     "models": {"model", "dtype", "workload", "connection", "tokens"},
     "connections": {"model", "workload", "bytes"},
-    "narrow": {"model", "workload", "block_size", "tokens"},
-    "kda": {"tokens", "heads", "d_k", "decay", "errors", "bytes", "bytes_ratio"},
     "kimi_k3": {"dtype", "workload", "form", "tokens", "products"},
-    "scaling": {"panel", "layers", "block_size", "width", "tokens", "predicted"},
 }
 TIMED = {"ratios", "processor_ratios", "seconds"}
 
@@ -72,10 +70,9 @@ def test_a_part_prints_its_tables_and_stores_their_numbers(part, tmp_path):
                 <= ratio["median"]
                 <= max(a / b for a, b in zip(first, second))
             )
-    files = {f"{part}.json", "README.md"} | ({"scaling.png"} if part == "scaling" else set())
-    assert {path.name for path in (tmp_path / "out").iterdir()} == files
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {f"{part}.json", "README.md"}
     readme = (tmp_path / "out" / "README.md").read_text()
-    assert readme.count("<!-- end -->") == {"ops": 4, "scaling": 2}.get(part, 1)
+    assert readme.count("<!-- end -->") == (4 if part == "ops" else 1)
 
 
 @pytest.mark.slow
@@ -92,34 +89,41 @@ def test_the_memory_of_a_training_step_is_stored_for_every_connection(tmp_path):
     assert "profiler" not in done.stderr
 
 
-def test_the_help_of_the_folder_names_its_command():
-    done = run_bench("--help")
-    assert done.stdout.startswith("usage: python -m benchmarks ")
+def test_the_help_names_the_command_and_does_not_wait_for_pytorch():
+    code = "import sys; sys.modules['torch'] = None; from benchmarks.command import main; main(['--help'])"
+    done = forks.run("-c", code, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.startswith("usage: python -m benchmarks "), done.stderr
+
+
+def test_every_part_that_can_be_named_measures_and_has_tables():
+    for name in command.PARTS:
+        part = import_module(f"benchmarks.{name}")
+        assert callable(part.measure) and callable(part.tables)
 
 
 @pytest.mark.slow
 def test_the_folder_runs_as_a_module_and_a_quick_run_writes_nothing():
     results = ROOT / "benchmarks" / "results"
     before = {path: path.stat().st_mtime_ns for path in [*results.iterdir(), ROOT / "benchmarks" / "README.md"]}
-    done = run_bench("--only", "kda", *QUICK)
+    done = run_bench("--only", "phases", *QUICK)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "Delta attention" in done.stdout
+    assert "Two phases" in done.stdout
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert {*results.iterdir()} < {*before}
 
 
 @pytest.mark.slow
 def test_a_terminated_run_leaves_whole_files_only(tmp_path):
-    arguments = ("-m", "benchmarks", *QUICK, "--out", tmp_path / "out", "--only", "kda", "--only", "scaling")
+    arguments = ("-m", "benchmarks", *QUICK, "--out", tmp_path / "out", "--only", "phases", "--only", "models")
     with forks.start(*arguments, cwd=ROOT) as process:
         deadline = time.monotonic() + 300
-        while not (tmp_path / "out" / "kda.json").exists() and time.monotonic() < deadline:
+        while not (tmp_path / "out" / "phases.json").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGTERM
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"kda.json"} <= files <= {"kda.json", "scaling.json", "README.md"}
+    assert {"phases.json"} <= files <= {"phases.json", "models.json", "README.md"}
     for path in (tmp_path / "out").glob("*.json"):
         assert json.loads(path.read_text())["rows"]
 

@@ -1,8 +1,7 @@
-"""Tests of parts and their helpers: memory, delta attention, the traffic model, imports, machines, tables, files."""
+"""Tests of parts and their helpers: memory, machines, tables, files, runs that are stopped."""
 
 import json
 import re
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import imports, kda, machine, memory, prefill, report, run, scaling
+from benchmarks import machine, memory, report, run
 from benchmarks.timing import Setting
 
 
@@ -34,49 +33,6 @@ def test_the_peak_is_the_same_number_each_time():
     assert len({memory.peak_bytes(work) for _ in range(3)}) == 1
 
 
-def test_both_forms_of_delta_attention_agree_with_the_recurrence_in_float64():
-    inputs = kda.make_inputs(32, 2, 8, 1.0, "cpu")
-    expected = kda.gradients(kda.recurrence, {name: tensor.double() for name, tensor in inputs.items()})
-    for compute in kda.WAYS.values():
-        assert kda.largest_error(kda.gradients(compute, inputs), expected) < 1e-5
-    assert kda.WAYS["ours"] is not kda.WAYS["transformers"]
-
-
-def test_the_traffic_is_that_of_the_table_in_the_paper():
-    assert scaling.traffic(sublayers=128, block_size=16) == 5.5
-    # Groups of 16, as in the table, would make 24.
-    assert scaling.traffic(sublayers=128, block_size=1) == 11 + 12
-
-
-def test_the_prediction_is_the_added_traffic_at_the_speed_of_the_copy():
-    row = {"layers": 64, "block_size": 16, "width": 100, "tokens": 10}
-    row["seconds"] = {"copy": {"median": 2 * scaling.COPY_BYTES / 1e6}, "standard": {"median": 1.0}}  # a MB a second
-    assert scaling.predicted(row) == pytest.approx(1 + 2.5 * 128 * 10 * 100 * 4 / 1e6)
-
-
-def test_attention_by_queries_is_causal_attention_after_the_tokens_in_the_cache():
-    query, key, value = (torch.randn(1, 2, length, 8) for length in (70, 100, 100))
-    seen = torch.arange(100) <= torch.arange(30, 100)[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.2)
-    found, _ = prefill.attend_by_queries(None, query, key, value, None, 0.2)
-    torch.testing.assert_close(found, expected.transpose(1, 2))
-
-
-@pytest.mark.slow
-def test_block_states_add_to_the_peak_with_the_length_of_a_prompt_but_not_in_chunks(tmp_path):
-    rows = {(row["tokens"], row["chunk"]): row for row in prefill.measure(Setting(quick=True))}
-    lengths, chunk = prefill.QUICK_LENGTHS, prefill.QUICK_CHUNK
-    added = {key: prefill.added(row) for key, row in rows.items()}
-    short, long = lengths
-    assert added[long, None] > 1.5 * added[long, chunk]
-    assert added[long, None] > 1.2 * added[short, None]
-    assert added[long, chunk] < 1.2 * added[short, chunk]
-    (table,) = prefill.tables([*rows.values()]).values()
-    assert "chunks of 32" in report.markdown(table)
-    prefill.plot([*rows.values()], tmp_path / "prefill.png")
-    assert (tmp_path / "prefill.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_machine_is_described_with_versions_and_commit():
     about = machine.describe("cpu")
     assert about["machine"]["cores"] >= 1
@@ -89,20 +45,6 @@ def test_own_work_does_not_count_as_that_of_others():
     others = machine.Others()
     torch.randn(10**6).sort()
     assert 0 <= others.share() <= 1
-
-
-def test_imports_are_timed_in_fresh_processes_and_compared(monkeypatch):
-    monkeypatch.setattr(imports, "IMPORTS", {imports.OURS: "import sched", imports.STOCK: "import decimal"})
-    (row,) = imports.measure(Setting(repeats=2, quick=True))
-    assert {name: len(times["wall"]) for name, times in row["seconds"].items()} == {"attnres": 2, "Kimi Linear": 2}
-    assert min(row["seconds"][imports.OURS]["wall"]) > 0
-    (table,) = imports.tables([row]).values()
-    assert "<= 1.15" in report.markdown(table)
-
-
-def test_an_import_that_fails_is_an_error():
-    with pytest.raises(subprocess.CalledProcessError):
-        imports.seconds("import no_such_module")
 
 
 def test_a_table_counts_its_targets_and_reads_the_same_in_markdown():
@@ -148,12 +90,12 @@ class Part:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError, MemoryError])
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_a_stopped_run_keeps_its_rows_and_the_results_of_a_whole_run(tmp_path, monkeypatch, capsys, is_stored, error):
-    monkeypatch.setitem(run.PARTS, "kda", Part(error))
-    whole, stopped = tmp_path / "kda.json", tmp_path / "kda.stopped.json"
+    monkeypatch.setitem(sys.modules, "benchmarks.phases", Part(error))
+    whole, stopped = tmp_path / "phases.json", tmp_path / "phases.stopped.json"
     if is_stored:
         whole.write_text("a whole run")
     with pytest.raises(error):
-        run.run_bench(["kda"], Setting(threads=torch.get_num_threads()), tmp_path)
+        run.run_bench(["phases"], Setting(threads=torch.get_num_threads()), tmp_path)
     shown = capsys.readouterr().out
     assert "float32, tokens 16: ours / standard 1.250" in shown
     kept = stopped if is_stored else whole
@@ -168,41 +110,41 @@ def test_a_part_whose_package_is_not_installed_is_left_out_and_its_stored_result
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "benchmarks.without_launches", raising=False)  # which imports Triton
     monkeypatch.setattr(Part, "tables", lambda self, rows: {})
-    monkeypatch.setitem(run.PARTS, "imports", Part(None))
+    monkeypatch.setitem(sys.modules, "benchmarks.phases", Part(None))
     (tmp_path / "host.json").write_text("a whole run")
     setting = Setting(threads=torch.get_num_threads(), quick=True)
-    run.run_bench(["host", "imports"], setting, tmp_path)
+    run.run_bench(["host", "phases"], setting, tmp_path)
     assert re.search(r"host is left out: the package triton is not installed\..* pip install", capsys.readouterr().out)
-    assert len(json.loads((tmp_path / "imports.json").read_text())["rows"]) == 1
+    assert len(json.loads((tmp_path / "phases.json").read_text())["rows"]) == 1
     with pytest.raises(ModuleNotFoundError, match="the package triton is not installed"):
         run.run_bench(["host"], setting, tmp_path)
     assert (tmp_path / "host.json").read_text() == "a whole run"
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_row(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(run.PARTS, "kda", Part(None))
+    monkeypatch.setitem(sys.modules, "benchmarks.phases", Part(None))
     (tmp_path / "file").touch()
     for out in (tmp_path / "file" / "out", Path("/proc")):
         with pytest.raises(OSError):
-            run.run_bench(["kda"], Setting(threads=torch.get_num_threads()), out)
+            run.run_bench(["phases"], Setting(threads=torch.get_num_threads()), out)
     assert capsys.readouterr().out == ""
 
 
 def test_a_whole_run_is_stored_before_its_tables_are_made(tmp_path, monkeypatch):
-    monkeypatch.setitem(run.PARTS, "kda", Part(None))
+    monkeypatch.setitem(sys.modules, "benchmarks.phases", Part(None))
     with pytest.raises(RuntimeError, match="no table"):
-        run.run_bench(["kda"], Setting(threads=torch.get_num_threads()), tmp_path)
-    assert len(json.loads((tmp_path / "kda.json").read_text())["rows"]) == 1
+        run.run_bench(["phases"], Setting(threads=torch.get_num_threads()), tmp_path)
+    assert len(json.loads((tmp_path / "phases.json").read_text())["rows"]) == 1
 
 
 def test_a_part_takes_at_least_the_time_of_its_stored_calls(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "HERE", tmp_path)
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
     shared, first, second = ({"calls": 2, "wall": wall} for wall in ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0]))
     rows = [{"seconds": {"standard": shared, "ours": ours}} for ours in (first, second)]
-    report.store(tmp_path / "results" / "kda.json", {"setting": {"repeats": 2}, "rows": rows})
-    assert run.expected("kda", Setting(repeats=2)) == (2, 2 * (1 + 2 + 3 + 4 + 5 + 6))
-    assert run.expected("kda", Setting(repeats=4)) == (2, 4 * (1 + 2 + 3 + 4 + 5 + 6))
-    assert run.expected("kda", Setting(quick=True)) is None
+    report.store(tmp_path / "phases.json", {"setting": {"repeats": 2}, "rows": rows})
+    assert run.expected("phases", Setting(repeats=2)) == (2, 2 * (1 + 2 + 3 + 4 + 5 + 6))
+    assert run.expected("phases", Setting(repeats=4)) == (2, 4 * (1 + 2 + 3 + 4 + 5 + 6))
+    assert run.expected("phases", Setting(quick=True)) is None
     assert run.expected("models", Setting()) is None
 
 

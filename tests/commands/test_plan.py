@@ -12,8 +12,9 @@ from attnres.commands.app import app
 from attnres.commands.options_plan import parse_memory
 from attnres.commands.plan import read_config
 from attnres.planning import Costs, Device, Job, Layout, missing_engine, plan_layout
-from attnres.training.parallel.pipeline_settings import count_replicas, read_settings
-from attnres.training.parallel.sharding import read_division
+from attnres.training.parallel.pipeline_settings import PipelineSettings, count_replicas
+from attnres.training.parallel.sharding import make_sharding
+from attnres.training.settings import ShardingSettings
 
 # Nodes of one device leave out tensor parallelism, whose traces take time.
 TINY = ["plan", "attnres-tiny", "--devices", "4", "--context", "256", "--batch-tokens", "4096", "--per-node", "1"]
@@ -172,11 +173,13 @@ def test_the_recipe_takes_the_division_of_each_layout_that_runs_here():
         if not is_possible or missing_engine(layout, training=True) is not None:
             continue
         if pipeline > 1:
-            taken = read_settings({"stages": pipeline, "virtual": virtual, "fsdp": shard > 1})
+            taken = PipelineSettings(stages=pipeline, virtual=virtual, fsdp=shard > 1)
             assert count_replicas(taken, layout.devices) == data
         else:
-            division = {"fsdp_size": shard, "dp_replicate_size": data // shard, "tp_size": tensor, "ep_size": expert}
-            read_division(division | {"sequence_parallel": tensor > 1}, layout.devices)
+            sizes = {"fsdp_size": shard, "dp_replicate_size": data // shard, "tp_size": tensor, "ep_size": expert}
+            sharding = ShardingSettings(**sizes, sequence_parallel=tensor > 1)
+            make_sharding(sharding)
+            assert sharding.count_processes() == layout.devices
 
 
 def test_a_model_that_fits_nowhere_gets_the_nearest_miss_and_a_remedy():

@@ -25,8 +25,9 @@ from attnres.configuration import count_parameters, load, names
 from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.eval.benchmarks import benchmarks
 from attnres.training.recipe import read_recipe, write_recipe
+from attnres.training.trainer_fields import trainer_fields
 from attnres.utils import hub
-from attnres.utils.declared import _read_connections, trainer_fields
+from attnres.utils.declared import _read_connections
 from attnres.utils.packaged import configurations, recipe_names
 from attnres.value_residual_attnres import VALUE_RESIDUAL_FIELDS
 
@@ -113,7 +114,7 @@ CASES = [
             (2, "It is a field of the trainer: give `trainer.bf16`.", "train=a", "bf16=true"),
             (2, "is 'mch', but must be one of attn_res, ", "train=a", "retrofit.residual=mch"),
             (2, "`retrofit` has no `blocksize`. Did you mean", "train=a", "retrofit.blocksize=2"),
-            (2, "`rank` of the adapters is 0, but must be a ", "train=a", "lora.rank=0"),
+            (2, "`lora.rank` of the recipe is 0, but must be ", "train=a", "lora.rank=0"),
             (2, "`config.dtype` of the recipe is 'half', but ", "train=a", "config.dtype=half"),
         )
     ),

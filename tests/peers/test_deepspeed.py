@@ -47,7 +47,7 @@ def test_zero_3_gives_the_run_of_one_process_and_resumes(name, train, tmp_path):
     out, expected = tmp_path / "out", tmp_path / "expected"
     train(name, expected, is_divided=False)
     output = train(name, out, is_divided=True)
-    assert "\n2 processes, the model divided by DeepSpeed (ZeRO-3)\n" in output
+    assert "\n2 processes, the model sharded by DeepSpeed (ZeRO-3)\n" in output
     assert_same_run(out, expected)
     if name == "scratch":
         return

@@ -1,12 +1,12 @@
 """The model of a recipe: settings without effect are refused, and a divided model is loaded as a whole one is."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
+from attnres.checkpoints.whole import load_whole
 from attnres.commands import options_train
 from attnres.commands import train as train_command
 from attnres.conversion import retrofit
@@ -39,8 +39,8 @@ def test_residual_alone_is_refused_for_a_model_without_residual_tensors(llama, t
 
 def test_a_divided_model_does_not_refer_to_code_that_came_with_its_source(llama, tmp_path, monkeypatch):
     llama.config.auto_map = {"AutoModelForCausalLM": "strange.Code"}
-    monkeypatch.setattr(prepare, "load_divided", lambda *arguments, **config: llama)
-    model = prepare_model(recipe_of(llama, tmp_path), None, DistributedConfig(), None)
+    monkeypatch.setattr(prepare, "load_sharded", lambda *arguments, **options: llama)
+    model = prepare_model(recipe_of(llama, tmp_path, distributed={}), None, DistributedConfig(), None)
     assert not hasattr(model.config, "auto_map")
 
 
@@ -48,10 +48,12 @@ def test_a_divided_model_does_not_refer_to_code_that_came_with_its_source(llama,
 def test_a_wrong_field_of_the_configuration_is_named_whether_the_model_is_divided_or_not(
     division, llama, tmp_path, monkeypatch
 ):
-    load_whole = partial(prepare.load_whole, prepare.AutoModelForCausalLM)
-    monkeypatch.setattr(prepare, "load_divided", lambda source, *arguments, **config: load_whole(source, **config))
+    def load(source, sharding, start, build, **config):
+        return load_whole(AutoModelForCausalLM, source, **config)
+
+    monkeypatch.setattr(prepare, "load_sharded", load)
     recipe = recipe_of(llama, tmp_path, config={"rms_norm_epsilon": 1e-5})
-    with pytest.raises(ValueError, match=r"^`config` of the recipe does not fit .*rms_norm_epsilon"):
+    with pytest.raises(ValueError, match=r"^`config` does not fit .*rms_norm_epsilon"):
         prepare_model(recipe, None, division, None)
 
 

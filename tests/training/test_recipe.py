@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainingArguments
 
+from attnres.checkpoints.source import ModelSource
 from attnres.training import arguments, prepare
 from attnres.training.recipe import Recipe, read_recipe, recipe_names, write_recipe
 from attnres.training.trainer_fields import DECIDED_BY_RUN
@@ -23,7 +24,7 @@ def test_the_recipes_of_the_package_are_complete_with_model_data_and_folder():
         recipe = read_recipe(name, NEEDED)
         assert recipe.count_steps(10_000) > 0
         assert recipe.epochs <= 4, "small data is not learned by heart"
-    assert read_recipe("lora", NEEDED).lora == {"rank": 16}
+    assert read_recipe("lora", NEEDED).lora.given() == {"rank": 16}
     assert read_recipe("sft", NEEDED).chat
 
 
@@ -37,7 +38,7 @@ def test_changes_replace_the_values_of_a_file(tmp_path):
     changes = ("learning_rate=3e-4", "trainer.report_to=tensorboard", "steps=1e2", "held_out=c.txt", "config={a: 1}")
     recipe = read_recipe(tmp_path / "mine.yaml", changes)
     assert (recipe.train, recipe.held_out) == (("a.txt", "b.txt"), ("c.txt",))
-    assert recipe.trainer == {"bf16": True, "report_to": "tensorboard"}
+    assert recipe.trainer.given() == {"bf16": True, "report_to": "tensorboard"}
     assert (recipe.learning_rate, recipe.steps, recipe.config) == (3e-4, 100, {"a": 1})
 
 
@@ -108,7 +109,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("steps=5", "tokens=5"), "The recipe has both `steps` and `tokens`: give one of them."),
         (("steps=null", "epochs=null"), "The recipe must have `steps`, `tokens` or `epochs`: give one of them."),
         (("epochs=2", "streaming=true"), "The length of a stream is not known before it ends: give `steps` or "),
-        (("epochs=0",), "`epochs` of the recipe is 0.0, but must be a number above 0."),
+        (("epochs=0",), "`epochs` of the recipe is 0, but must be greater than 0."),
         (("lora={rank: 2}", "retrofit={block_size: 2}"), "an adapter's base has to be on disk"),
         (
             ("trainer.output_dir=elsewhere",),
@@ -125,7 +126,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("trainer.bf16=none",), "`trainer.bf16` of the recipe is 'none', but must be true or false."),
         (("trainer.bf16_full_eval=true",), "must not be set: leave it out."),
         (("trainer.parallelism_config={tp_size: 2}",), "the run sets it: give `distributed` instead."),
-        (("trainer.label_smoothing_factor=1.5",), "is 1.5, but must be at least 0 and below 1."),
+        (("trainer.label_smoothing_factor=1.5",), "is 1.5, but must be less than 1."),
         (("trainer.label_smoothing_factor=much",), "is 'much', but must be a number."),
         (
             ("distributed={tp_size: 2, sequence_parallel: true}", "trainer.neftune_noise_alpha=5"),
@@ -137,7 +138,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("retrofit={attn_res_gatd: true}",), "`retrofit` has no `attn_res_gatd`. Did you mean `attn_res_gated`?"),
         (("retrofit={residual: identity_hc, stream: 2}",), "`retrofit` has no `stream`. Did you mean `streams`?"),
         (("retrofit={residual: denseformer, scale: sum}",), "`retrofit` has no `scale`."),
-        (("retrofit={residual: [1]}",), "`residual` of the recipe's `retrofit` is [1], but must be one of attn_res, "),
+        (("retrofit={residual: [1]}",), "`retrofit.residual` of the recipe is [1], but must be one of attn_res, "),
         (("retrofit={residual: densformer}",), "Did you mean `denseformer`?"),
         (("lora={ranks: 2}",), "`lora` has no `ranks`. Did you mean `rank`?"),
         (("lora={r: 2}",), "`lora` has no `r`. There is rank, alpha, "),
@@ -145,30 +146,57 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("schedule=linear",), "`schedule` of the recipe is 'linear', but must be 'cosine' or 'wsd'."),
         (("bad_rows=drop",), "`bad_rows` of the recipe is 'drop', but must be 'error' or 'skip'."),
         (("length=0",), "`length` of the recipe is 0, but must be at least 2"),
-        (("length=99999999999",), "`length` of the recipe is 99999999999, but must be at least 2"),
-        (
-            ("trainer.dataloader_drop_last=true",),
-            "`trainer.dataloader_drop_last` of the recipe is True, but must be false, since it leaves out held-out",
+        (("length=99999999999",), "`length` of the recipe is 99999999999, but must be less than 2147483648"),
+        (("trainer.dataloader_drop_last=true",), "must not be set: leave it out."),
+        *(
+            ((f"trainer.accelerator_config={{{name}}}",), f"`trainer.accelerator_config.{message}")
+            for name, message in [
+                ("split_batches: true", "split_batches` of the recipe is True, but must be False."),
+                ("dispatch_batches: true", "dispatch_batches` of the recipe is True, but must be False."),
+                ("even_batches: false", "even_batches` of the recipe is False, but must be True."),
+                ("use_seedable_sampler: false", "use_seedable_sampler` of the recipe is False, but must be True."),
+                ("gradient_accumulation_kwargs: {num_steps: 3}", "gradient_accumulation_kwargs` has no `num_steps`."),
+            ]
+        ),
+        *(
+            ((f"trainer.ddp_timeout={seconds}",), "`trainer.ddp_timeout` of the recipe is ")
+            for seconds in ("0", "long", "1.5", "true", "10000000000")
+        ),
+        *(
+            (("trainer.load_best_model_at_end=true", *changes), message)
+            for message, *changes in [
+                ("does not work with `distributed`, whose checkpoints are in parts", "distributed={fsdp_size: 2}"),
+                ("needs a held-out loss for each checkpoint and no other: leave out", "trainer.eval_steps=10"),
+                ("needs a held-out loss for each checkpoint: leave out `trainer.eval_d", "trainer.eval_delay=5"),
+                ("chooses the lowest held-out loss: leave out `metric_for", "trainer.greater_is_better=true"),
+                ("chooses the lowest held-out loss: leave out", "trainer.metric_for_best_model=runtime"),
+            ]
+        ),
+        *(
+            ((way, "trainer.average_tokens_across_devices=false"), f"must be true with {name}, where several")
+            for way, name in [
+                ("pipeline={stages: 2}", "`pipeline`"),
+                ("distributed={tp_size: 2}", "`tp_size` of `distributed`"),
+            ]
         ),
         (("length=1",), "`length` of the recipe is 1, but must be at least 2"),
-        (("warmup=100",), "`warmup` of the recipe is 100.0, but must be a share from 0 to 1."),
+        (("warmup=100",), "`warmup` of the recipe is 100, but must be at most 1."),
         (("config={dtype: nope}",), "`config.dtype` of the recipe is 'nope', but must be auto, bfloat16"),
         (("config={dtype",), "config={dtype is broken YAML: "),
-        (("config={1: 2}",), "`config` of the recipe is {1: 2}, but must be a mapping of names to values."),
+        (("config={1: 2}",), "`config` of the recipe has a key that is no text, but must be a mapping of names to"),
         (("model.a=1",), "`model` of the recipe is 'm', but must be a mapping"),
         (("lora=5",), "`lora` of the recipe is 5, but must be a mapping"),
         (("retrofit={model_or_path: m}",), "`retrofit` has no `model_or_path`."),
         (("lora={model: m}",), "`lora` has no `model`."),
-        (("lora={rank: 0}",), "`rank` of the adapters is 0, but must be a whole number, at least 1."),
-        (("lora={rank: 16.0}",), "`rank` of the adapters is 16.0, but must be a whole number, at least 1."),
-        (("lora={rank: many}",), "`rank` of the adapters is 'many', but must be a whole number"),
-        (("lora={alpha: -1}",), "`alpha` of the adapters is -1, but must be a number above 0."),
-        (("lora={dropout: .nan}",), "`dropout` of the adapters is nan, but must be a share"),
-        (("lora={targets: []}",), "`targets` of the adapters is [], but must be a list of names."),
-        (("lora={expert_rank: 1.5}",), "`expert_rank` of the adapters is 1.5, but must be a whole number"),
+        (("lora={rank: 0}",), "`lora.rank` of the recipe is 0, but must be at least 1."),
+        (("lora={rank: many}",), "`lora.rank` of the recipe is 'many', but must be a whole number"),
+        (("lora={alpha: -1}",), "`lora.alpha` of the recipe is -1, but must be greater than 0."),
+        (("lora={dropout: .nan}",), "`lora.dropout` of the recipe is nan, but must be a finite number."),
+        (("lora={targets: []}",), "`lora.targets` of the recipe is [], but must be a list with at least one item."),
+        (("lora={expert_rank: 1.5}",), "`lora.expert_rank` of the recipe is 1.5, but must be a whole number"),
         (("column=null",), "`column` of the recipe is None, but must be text"),
         (("out=[a, b]",), "`out` of the recipe is ['a', 'b'], but must be text"),
-        (("train={a: b}",), "`train` of the recipe is {'a': 'b'}, but must be a list of names."),
+        (("train={a: b}",), "`train` of the recipe is {'a': 'b'}, but must be a list."),
         (("train=[null]",), "`train` of the recipe is None, but must be text"),
         (("streaming=true", "steps=1"), "A stream has no end to take `held_out_sequences` from: give `held_out`."),
         (("chat=1",), "`chat` of the recipe is 1, but must be true or false."),
@@ -183,39 +211,16 @@ def test_an_error_names_the_key_the_value_and_the_remedy(changes, message):
 
 def test_values_of_the_trainer_are_read_as_its_fields_take_them():
     changes = ("trainer.label_smoothing_factor=1e-9", "trainer.data_seed=1e3", "trainer.eval_strategy=no")
-    trainer = read_recipe("finetune", (*NEEDED, *changes, "trainer.logging_strategy=no")).trainer
+    trainer = read_recipe("finetune", (*NEEDED, *changes, "trainer.logging_strategy=no")).trainer.given()
     expected = {"label_smoothing_factor": 1e-9, "data_seed": 1000, "eval_strategy": "no", "logging_strategy": "no"}
     assert trainer == expected
     assert type(trainer["data_seed"]) is int
 
 
-@pytest.mark.parametrize(
-    "trainer, message",
-    [
-        ({"fp16": True}, "`trainer.fp16` of the recipe has no effect on a CPU: leave it out, or use `trainer.bf16`."),
-        (
-            {"fsdp": "full_shard"},
-            "divides the model among processes, but this run was not launched as several: start it by `accelerate",
-        ),
-        *(
-            (
-                {"accelerator_config": {name: value}},
-                f"sets `{name}`, by which the processes would read or accumulate other",
-            )
-            for name, value in [
-                ("split_batches", True),
-                ("dispatch_batches", True),
-                ("even_batches", False),
-                ("use_seedable_sampler", False),
-                ("gradient_accumulation_kwargs", {"num_steps": 3}),
-            ]
-        ),
-    ],
-)
-def test_a_field_of_the_trainer_that_does_not_work_with_the_run_is_refused(trainer, message):
-    recipe = Recipe("m", ("a",), "o", steps=1, trainer=trainer)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        arguments.prepare_arguments(recipe, PartialState(cpu=True), None)
+def test_half_precision_with_a_scaled_loss_is_refused_on_a_cpu():
+    recipe = Recipe("m", ("a",), "o", steps=1, trainer={"fp16": True})
+    with pytest.raises(ValueError, match=r"`trainer\.fp16` of the recipe has no effect on a CPU: leave it out, or use"):
+        arguments.prepare_arguments(recipe, PartialState(cpu=True))
 
 
 def test_fields_of_the_trainer_that_change_no_rows_are_accepted():
@@ -227,13 +232,13 @@ def test_fields_of_the_trainer_that_change_no_rows_are_accepted():
         "label_smoothing_factor": 0.1,
     }
     recipe = Recipe("m", ("a",), "o", steps=1, trainer=trainer)
-    assert arguments.prepare_arguments(recipe, PartialState(cpu=True), None).activation_checkpointing_kwargs
+    assert arguments.prepare_arguments(recipe, PartialState(cpu=True)).activation_checkpointing_kwargs
 
 
 def test_a_stream_is_read_by_each_process_also_with_other_settings_of_accelerate():
     trainer = {"accelerator_config": {"non_blocking": True}}
     recipe = Recipe("m", ("a",), "o", steps=1, streaming=True, held_out=("b",), trainer=trainer)
-    settings = arguments.prepare_arguments(recipe, PartialState(cpu=True), None).accelerator_config
+    settings = arguments.prepare_arguments(recipe, PartialState(cpu=True)).accelerator_config
     assert (settings.non_blocking, settings.dispatch_batches) == (True, False)
 
 
@@ -247,9 +252,9 @@ def test_a_tilde_is_the_home_directory_in_names_of_models_data_and_out(monkeypat
 
 
 def test_a_misspelt_configuration_gets_a_suggestion():
-    for kind, is_suggested in (("model", True), ("tokenizer", False)):
-        with pytest.raises(FileNotFoundError) as caught, prepare.explain_missing(kind, "attnres-tinny"):
-            raise OSError("404")
+    for read, is_suggested in ((ModelSource.config, True), (ModelSource.tokenizer, False)):
+        with pytest.raises(FileNotFoundError) as caught:
+            read(ModelSource("attnres-tinny"))
         assert str(caught.value).endswith(" Did you mean `attnres-tiny`?") == is_suggested
 
 
@@ -268,7 +273,7 @@ def test_a_recipe_may_set_a_field_of_the_trainer_only_if_the_run_has_just_a_defa
     seen = {}
     monkeypatch.setattr(arguments, "TrainingArguments", lambda **given: seen.update(given) or TrainingArguments())
     monkeypatch.chdir(tmp_path)
-    arguments.prepare_arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True), None)
+    arguments.prepare_arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True))
     assert seen.keys() - DECIDED_BY_RUN.keys() == {
         *("eval_strategy", "eval_steps", "eval_on_start"),
         *("report_to", "dataloader_pin_memory"),
@@ -277,15 +282,18 @@ def test_a_recipe_may_set_a_field_of_the_trainer_only_if_the_run_has_just_a_defa
     assert DECIDED_BY_RUN.keys() - {item.name for item in fields(TrainingArguments)} <= {"warmup_ratio"}
 
 
-NUMBERS = [item.name for item in fields(Recipe) if item.type in (int, float, int | None)]
-MAY_BE_ZERO = {
+NUMBERS = [
+    *("length", "batch_size", "micro_batch_size", "steps", "tokens", "epochs", "held_out_sequences", "learning_rate"),
+    *("log_every", "save_every", "keep"),
+]
+MAY_BE_ZERO = [
     *("warmup", "decay", "min_rate", "residual_alone", "seed"),
     *("weight_decay", "residual_lr_factor", "max_grad_norm", "expert_balancing"),
-}
+]
 
 
 @pytest.mark.parametrize("value", ["-3", "0", ".nan", ".inf", "-.inf", "1e999"])
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", NUMBERS + MAY_BE_ZERO)
 def test_numbers_must_be_finite_and_not_negative_and_most_must_not_be_zero(name, value):
     if value == "0" and name in MAY_BE_ZERO:
         assert getattr(read_recipe("finetune", (*NEEDED, f"{name}=0")), name) == 0

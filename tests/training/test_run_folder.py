@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from attnres.training import prepare
+from attnres.checkpoints import checkpoint
+from attnres.checkpoints.source import ModelSource
 from attnres.training.data.blocks import digest_of
-from attnres.training.prepare import identify_model
 from attnres.training.recipe import Recipe
 from attnres.training.run_folder import (
     DATA,
@@ -254,22 +254,22 @@ def test_a_folder_with_a_recipe_that_a_person_wrote_is_not_taken_for_a_run(tmp_p
 def test_another_commit_of_a_model_on_the_hub_is_refused_with_both_names(monkeypatch, tmp_path):
     on_hub = Recipe("org/model", ("a.txt",), "out", steps=8)
     for commit in ("1a2b", "3c4d"):
-        monkeypatch.setattr(prepare, "find", lambda source, commit=commit: tmp_path / "snapshots" / commit)
+        monkeypatch.setattr(checkpoint, "find", lambda source, revision, commit=commit: tmp_path / "snapshots" / commit)
         if commit == "1a2b":
-            record_run(tmp_path, on_hub, identify_model(on_hub), is_resumed=False)
-            check_data(tmp_path, identify_model(on_hub))
+            record_run(tmp_path, on_hub, {"model": on_hub.source.identity()}, is_resumed=False)
+            check_data(tmp_path, {"model": on_hub.source.identity()})
     message = r"^`model` has changed since .* \(`model` was at commit 1a2b on the Hub, and is at commit 3c4d now\): "
     with pytest.raises(FileExistsError, match=message):
-        check_data(tmp_path, identify_model(on_hub))
+        check_data(tmp_path, {"model": on_hub.source.identity()})
 
 
 def test_a_model_that_has_changed_since_the_run_began_is_refused(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    before = identify_model(Recipe(str(source), ("a.txt",), "out", steps=8))
-    assert before == identify_model(Recipe(str(source), ("a.txt",), "out", steps=8))
+    before = {"model": ModelSource(str(source)).identity()}
+    assert before == {"model": ModelSource(str(source)).identity()}
     (source / "config.json").write_text('{"attn_res_block_size": 5}')
     record_run(tmp_path, recipe(tmp_path), before, is_resumed=False)
     with pytest.raises(FileExistsError, match=r"^`model` has changed since the run in .* began"):
-        check_data(tmp_path, identify_model(Recipe(str(source), ("a.txt",), "out", steps=8)))
+        check_data(tmp_path, {"model": ModelSource(str(source)).identity()})

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -26,45 +25,6 @@ from ..trainer import AttnResTrainer
 from .pipeline import Pipeline
 from .pipeline_callbacks import PipelineBalance, PipelineMonitor
 from .pipeline_checkpoints import load_part, load_random_state, load_schedule, save_parts
-from .pipeline_settings import PipelineSettings
-
-# Fields of `TrainingArguments` that a pipeline does not follow -> the remedy in the error message.
-_REFUSED = {
-    "fp16": "use `bf16`, which needs no scaling of the loss",
-    "torch_compile": "leave it out",
-    # Each of these two turns `torch_compile` on.
-    "torch_compile_backend": "leave it out",
-    "torch_compile_mode": "leave it out",
-    "label_smoothing_factor": "leave it out",
-    "neftune_noise_alpha": "leave it out",
-    "use_liger_kernel": "leave it out",
-    "fsdp": "set `fsdp: true` in `pipeline`",
-    "deepspeed": "leave it out",
-}
-
-
-def check_arguments(recipe: Recipe, settings: PipelineSettings, arguments: TrainingArguments) -> None:
-    """Check that nothing in a recipe or in the settings of accelerate contradicts its `pipeline`.
-
-    Raises:
-        ValueError: A value does not fit.
-    """
-    for name, remedy in _REFUSED.items():
-        if name in recipe.trainer and recipe.trainer[name] not in (None, False, 0, 0.0, "", []):
-            raise ValueError(f"`trainer.{name}` of the recipe does not work with `pipeline`: {remedy}.")
-    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
-            raise ValueError(
-                f"`pipeline` of the recipe and accelerate's {engine} would both divide the model: leave out one."
-            )
-    if arguments.fp16:
-        raise ValueError("`pipeline` of the recipe does not train in fp16, as accelerate's settings ask: use bf16.")
-    rows, parts = arguments.per_device_train_batch_size, settings.microbatches
-    if rows % parts:
-        raise ValueError(
-            f"`microbatches` of the recipe's `pipeline` is {parts}, but must divide the {rows} sequences that a "
-            f"pipeline computes at once (`micro_batch_size`): make one a multiple of the other."
-        )
 
 
 class PipelineTrainer(AttnResTrainer):
@@ -202,4 +162,4 @@ def describe_pipeline(pipeline: Pipeline) -> str:
     )
 
 
-__all__ = ["PipelineTrainer", "check_arguments", "describe_pipeline"]
+__all__ = ["PipelineTrainer", "describe_pipeline"]

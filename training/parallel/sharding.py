@@ -1,14 +1,13 @@
-"""Division of a model among processes: by `transformers` as it loads the model, or by an engine of accelerate.
+"""Sharding of a model among processes: by `transformers` as it loads the model, or by an engine of accelerate.
 
-`transformers` divides by FSDP2, tensor and expert parallelism, if the recipe has `distributed`. Each process loads its
+`transformers` shards by FSDP2, tensor and expert parallelism, if the recipe has `distributed`. Each process loads its
 part from the disk. So a model that is built in memory, from a named configuration or by a retrofit, is written to the
-disk first. This file also checks that the requested division takes place, since accelerate may ignore the request.
+disk first. This file also checks that the requested sharding takes place, since accelerate may ignore the request.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,179 +21,121 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from attnres.checkpoints.whole import load_whole
-from attnres.utils.wording import counted, did_you_mean
+from attnres.utils.wording import counted
 
+from ..launch import Launch
+from ..settings import ShardingSettings
 from .tensor_parallel import check_head, sum_gradients_of_norms
 
 # accelerate's types of runs in which each process has the whole model.
-_UNDIVIDED = (DistributedType.NO, DistributedType.MULTI_CPU)
-# Fields of `DistributedConfig` for divisions that `Trainer` cannot train.
-_REFUSED = ("enable_sequence_parallel", "enable_expert_parallel", "pp_size")
-# The key of `distributed` that `DistributedConfig` does not have; see `sequence_parallel.py`.
-SEQUENCE_PARALLEL = "sequence_parallel"
+_UNSHARDED = (DistributedType.NO, DistributedType.MULTI_CPU)
 
 
-def read_division(settings: Mapping[str, Any] | None, num_processes: int) -> DistributedConfig | None:
-    """Read `distributed` of a recipe.
-
-    Args:
-        settings: The value of the key; fields of `DistributedConfig`, and `sequence_parallel`.
-        num_processes: The number of processes of the run.
-
-    Returns:
-        The division as `transformers` takes it; `None` if the model is not divided.
+def make_sharding(settings: ShardingSettings | None) -> DistributedConfig | None:
+    """Return `distributed` of a recipe as `transformers` takes it; `None` if the model stays whole.
 
     Raises:
-        ValueError: A field is unknown or has a wrong value, the sizes do not multiply to the number of processes, an
-            engine of accelerate would divide the model too, or `transformers` is too old.
+        ValueError: `transformers` is too old, or refuses the settings.
     """
-    if not settings:
+    if settings is None:
         return None
     if not hasattr(DistributedConfig, "dp_size"):
         raise ValueError(f"`distributed` of the recipe needs transformers 5.23 or newer, not {__version__}.")
-    known = [field.name for field in fields(DistributedConfig) if field.name not in _REFUSED] + [SEQUENCE_PARALLEL]
-    for name, value in settings.items():
-        if name not in known:
-            raise ValueError(f"`distributed` of the recipe cannot have `{name}`.{did_you_mean(name, known)}")
-        if name.endswith("_size") and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ValueError(f"`{name}` of the recipe's `distributed` is {value!r}, but must be a number of processes.")
-    is_sequence = settings.get(SEQUENCE_PARALLEL, False)
-    if not isinstance(is_sequence, bool):
-        raise ValueError(
-            f"`{SEQUENCE_PARALLEL}` of the recipe's `distributed` is {is_sequence!r}, but must be true or false."
-        )
     try:
-        division = DistributedConfig(**{name: settings[name] for name in settings if name != SEQUENCE_PARALLEL})
+        sharding = DistributedConfig(**settings.model_dump(exclude_unset=True, exclude={"sequence_parallel"}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"`distributed` of the recipe: {error}") from error
-    for engine in ("FSDP", "DEEPSPEED"):
-        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
-            raise ValueError(
-                f"`distributed` of the recipe and accelerate's {engine} would both divide the model: leave out one."
-            )
-    if is_sequence and division.tp_size < 2:
-        raise ValueError(
-            f"`{SEQUENCE_PARALLEL}` of the recipe's `distributed` divides the sequence among the processes that divide "
-            "the matrices, but there are none: give `tp_size` too, or leave it out."
-        )
-    if is_sequence and division.ep_size > 1:
-        raise ValueError(
-            f"`{SEQUENCE_PARALLEL}` of the recipe's `distributed` cannot stand beside `ep_size`: leave out one of them."
-        )
-    size = division.dp_size * division.tp_size
-    if size != num_processes:
-        raise ValueError(
-            f"`distributed` of the recipe divides the model among {size} processes, but this run has {num_processes}. "
-            f"Start it by `accelerate launch --multi_gpu --num_processes {size} -m attnres train`, or change "
-            "the sizes."
-        )
-    return division if size > 1 else None
+    return sharding if sharding.dp_size * sharding.tp_size > 1 else None
 
 
-def divides_sequence(settings: Mapping[str, Any] | None) -> bool:
-    """Return whether `distributed` of a recipe divides the sequence too."""
-    return bool(settings) and settings.get(SEQUENCE_PARALLEL, False)
-
-
-def check_engines(state: PartialState, optimizer: str) -> None:
-    """Raise RuntimeError if accelerate's engine (FSDP, DeepSpeed) cannot divide the model here.
+def check_engine(state: PartialState, launch: Launch) -> None:
+    """Raise RuntimeError if accelerate cannot shard the model by FSDP here.
 
     On CPUs accelerate ignores FSDP, and trains a whole model in each process.
 
     Args:
         state: The processes of the run.
-        optimizer: The recipe's optimizer.
-
-    Raises:
-        RuntimeError: The engine cannot divide the model on these devices, or with this optimizer or these settings.
+        launch: What the launcher asks for.
     """
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        if optimizer != "adamw":
-            raise RuntimeError("Muon needs whole matrices, which DeepSpeed cuts up: set optimizer=adamw.")
-        if parse_flag_from_env("ACCELERATE_DEEPSPEED_ZERO3_INIT"):
-            raise RuntimeError(
-                "a model cannot be made in parts: set `zero3_init_flag: false` in accelerate's file. Each process then "
-                "holds the whole model until DeepSpeed has divided it."
-            )
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and state.distributed_type in _UNDIVIDED:
-        raise RuntimeError(_describe_not_divided("FSDP"))
+    if launch.uses_fsdp and state.distributed_type in _UNSHARDED:
+        raise RuntimeError(_describe_not_sharded("FSDP"))
 
 
-def allow_tensor_parallel_on_cpus(state: PartialState, division: DistributedConfig | None) -> None:
-    """Let accelerate train a model that `transformers` has divided by tensor parallelism among CPUs.
+def allow_tensor_parallel_on_cpus(state: PartialState, sharding: DistributedConfig | None) -> None:
+    """Let accelerate train a model that `transformers` has sharded by tensor parallelism among CPUs.
 
     Such a model trains on CPUs too. But accelerate refuses the `ParallelismConfig` that `Trainer` makes for it, unless
     the processes are of a type with accelerators. The type does not change the devices.
 
     Args:
         state: The processes of the run.
-        division: The division by the recipe's `distributed`; `None` without one.
+        sharding: The sharding by the recipe's `distributed`; `None` without one.
     """
-    if division is not None and division.tp_size > 1 and state.distributed_type == DistributedType.MULTI_CPU:
+    if sharding is not None and sharding.tp_size > 1 and state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU
 
 
-def check_division(trainer: Trainer, division: DistributedConfig | None) -> None:
-    """Check that the model is divided as the recipe or the settings of accelerate ask for.
+def check_sharding(trainer: Trainer, sharding: DistributedConfig | None) -> None:
+    """Check that the model is sharded as the recipe or the settings of accelerate ask for.
 
     Args:
         trainer: The trainer of the run.
-        division: The division by the recipe's `distributed`; `None` without one.
+        sharding: The sharding by the recipe's `distributed`; `None` without one.
 
     Raises:
-        RuntimeError: The model is not divided in this way.
+        RuntimeError: The model is not sharded in this way.
     """
     engines = {"FSDP": trainer.is_fsdp_enabled, "DEEPSPEED": trainer.is_deepspeed_enabled, "MEGATRON_LM": False}
     for engine, is_made in engines.items():
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}") and not is_made:
-            raise RuntimeError(_describe_not_divided(engine))
+            raise RuntimeError(_describe_not_sharded(engine))
     if (trainer.args.fsdp and not trainer.is_fsdp_enabled) or (trainer.args.deepspeed and not engines["DEEPSPEED"]):
-        raise RuntimeError(_describe_not_divided("`fsdp`" if trainer.args.fsdp else "`deepspeed`"))
-    if division is not None and not getattr(trainer.model, "is_distributed_loading_by_transformers", False):
-        raise RuntimeError("`distributed` of the recipe is set, but `transformers` did not divide the model.")
+        raise RuntimeError(_describe_not_sharded("`fsdp`" if trainer.args.fsdp else "`deepspeed`"))
+    if sharding is not None and not getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise RuntimeError("`distributed` of the recipe is set, but `transformers` did not shard the model.")
 
 
-def describe_division(trainer: Trainer, division: DistributedConfig | None) -> str:
-    """Describe in a line how many processes train, and how they divide the model.
+def describe_sharding(trainer: Trainer, sharding: DistributedConfig | None) -> str:
+    """Describe in a line how many processes train, and how they share the model.
 
     Args:
         trainer: The trainer of the run.
-        division: The division by the recipe's `distributed`; `None` without one.
+        sharding: The sharding by the recipe's `distributed`; `None` without one.
 
     Returns:
-        The line, such as `8 processes, the model divided by transformers (FSDP2 8)`.
+        The line, such as `8 processes, the model sharded by transformers (FSDP2 8)`.
     """
     count = trainer.args.world_size
     processes = f"{count} processes"
-    if division is not None:
+    if sharding is not None:
         sizes = {"dp_replicate_size": "replicas", "fsdp_size": "FSDP2", "tp_size": "TP", "ep_size": "EP"}
-        parts = [f"{title} {size}" for name, title in sizes.items() if (size := getattr(division, name, None) or 1) > 1]
-        parts += ["sequence parallel"] if divides_sequence(trainer.recipe.distributed) else []
-        return f"{processes}, the model divided by transformers ({', '.join(parts)})"
+        parts = [f"{title} {size}" for name, title in sizes.items() if (size := getattr(sharding, name, None) or 1) > 1]
+        parts += ["sequence parallel"] if trainer.recipe.distributed.sequence_parallel else []
+        return f"{processes}, the model sharded by transformers ({', '.join(parts)})"
     if trainer.is_fsdp_enabled:
         version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
-        return f"{processes}, the model divided by accelerate (FSDP{version})"
+        return f"{processes}, the model sharded by accelerate (FSDP{version})"
     if trainer.is_deepspeed_enabled:
         stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
-        return f"{processes}, the model divided by DeepSpeed (ZeRO-{stage})"
+        return f"{processes}, the model sharded by DeepSpeed (ZeRO-{stage})"
     if count > 1:
         return f"{processes}, each with the whole model (DDP)"
     return "1 process"
 
 
-def _describe_not_divided(engine: str) -> str:
+def _describe_not_sharded(engine: str) -> str:
     return (
-        f"accelerate was told to divide the model by {engine}, but cannot do so here: it divides models on GPUs and "
-        "other accelerators only. Without them give ddp.yaml, which trains a whole model in each process, or divide "
+        f"accelerate was told to shard the model by {engine}, but cannot do so here: it shards models on GPUs and "
+        "other accelerators only. Without them give ddp.yaml, which trains a whole model in each process, or shard "
         "the model by the recipe's 'distributed={fsdp_size: N}', which runs on CPUs too."
     )
 
 
 def check_fsdp2(model: nn.Module) -> None:
-    """Raise ValueError if accelerate's FSDP2 cannot divide this model under its settings.
+    """Raise ValueError if accelerate's FSDP2 cannot shard this model under its settings.
 
-    - With `fsdp_cpu_ram_efficient_loading`, accelerate expects every tensor of the state dict to be divided. But FSDP2
-      divides only parameters, and the biases of routers are buffers.
+    - With `fsdp_cpu_ram_efficient_loading`, accelerate expects every tensor of the state dict to be sharded. But FSDP2
+      shards only parameters, and the biases of routers are buffers.
     - Without mixed precision, the parameters of a layer must have one dtype. A model in 16 bits has some in float32.
     """
     if not parse_flag_from_env("ACCELERATE_USE_FSDP") or os.environ.get("FSDP_VERSION", "1") == "1":
@@ -202,21 +143,21 @@ def check_fsdp2(model: nn.Module) -> None:
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters() if tensor.requires_grad})
     if len(dtypes) > 1 and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
         raise ValueError(
-            f"FSDP2 without mixed precision cannot divide a model with parameters in {' and '.join(dtypes)}. Load it "
+            f"FSDP2 without mixed precision cannot shard a model with parameters in {' and '.join(dtypes)}. Load it "
             "in float32 (`config.dtype=float32` in the recipe) with `mixed_precision: bf16` in accelerate's file, or "
-            "divide the model by the recipe's `distributed`."
+            "shard the model by the recipe's `distributed`."
         )
     buffers = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if buffers and parse_flag_from_env("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         raise ValueError(
             "FSDP2 cannot load this model with `fsdp_cpu_ram_efficient_loading: true`: its "
-            f"{counted(len(buffers), 'saved buffer')}, such as `{buffers[0]}`, cannot be divided. Set the flag to "
-            "false in accelerate's file, or divide the model by the recipe's `distributed`."
+            f"{counted(len(buffers), 'saved buffer')}, such as `{buffers[0]}`, cannot be sharded. Set the flag to "
+            "false in accelerate's file, or shard the model by the recipe's `distributed`."
         )
 
 
-def divide_by_deepspeed_later() -> None:
-    """Make models whole in each process, also where DeepSpeed ZeRO-3 will divide them when training begins.
+def shard_by_deepspeed_later() -> None:
+    """Make models whole in each process, also where DeepSpeed ZeRO-3 will shard them when training begins.
 
     As soon as DeepSpeed's settings are known, `transformers` makes each tensor of any model in parts, also with
     `zero3_init_flag: false`. But a retrofit is computed from whole tensors, and parameters are counted on the meta
@@ -225,14 +166,14 @@ def divide_by_deepspeed_later() -> None:
     unset_hf_deepspeed_config()
 
 
-def load_divided(
-    source: str | None, division: DistributedConfig, start: Path, build: Callable[[], PreTrainedModel], **config: Any
+def load_sharded(
+    source: str | None, sharding: DistributedConfig, start: Path, build: Callable[[], PreTrainedModel], **config: Any
 ) -> PreTrainedModel:
     """Load a model of which each process has a part.
 
     Args:
         source: A directory or Hub id; `None` for a model that first has to be built.
-        division: The division of the model among the processes.
+        sharding: The sharding of the model among the processes.
         start: A temporary folder for the whole model, if the processes cannot load their parts from `source`.
         build: A function that builds the whole model for that folder; the first process calls it.
         config: Fields of the configuration to set in a model from `source`.
@@ -241,10 +182,10 @@ def load_divided(
         The model, of which this process has its part.
 
     Raises:
-        OSError, RuntimeError, ValueError: The model cannot be loaded or divided.
+        OSError, RuntimeError, ValueError: The model cannot be loaded or sharded.
     """
     if source is not None and not _joins_tensors(source):
-        model = load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=division, **config)
+        model = load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=sharding, **config)
         return sum_gradients_of_norms(check_head(model))
     state = PartialState()
     if state.is_main_process:
@@ -252,7 +193,7 @@ def load_divided(
         build().save_pretrained(start, save_original_format=False)
     state.wait_for_everyone()
     try:
-        model = AutoModelForCausalLM.from_pretrained(start, distributed_config=division, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(start, distributed_config=sharding, trust_remote_code=False)
     finally:
         state.wait_for_everyone()
         if state.is_main_process:
@@ -266,10 +207,10 @@ def load_divided(
 def _joins_tensors(source: str) -> bool:
     """Return whether loading the model joins several tensors of its published layout to one.
 
-    Such a layout cannot be divided while it is loaded. `transformers` would join the parts that a process has of each
+    Such a layout cannot be sharded while it is loaded. `transformers` would join the parts that a process has of each
     tensor, and they are not the process's part of the joined tensor: Kimi Linear's convolutions would be scrambled.
     """
-    # Here, since older versions of `transformers`, which divide no model, do not have this module.
+    # Here, since older versions of `transformers`, which shard no model, do not have this module.
     from transformers.distributed.checkpoint import is_sharded_checkpoint
 
     if is_sharded_checkpoint(source):
@@ -281,12 +222,11 @@ def _joins_tensors(source: str) -> bool:
 
 __all__ = [
     "allow_tensor_parallel_on_cpus",
-    "check_division",
-    "check_engines",
+    "check_sharding",
+    "check_engine",
     "check_fsdp2",
-    "describe_division",
-    "divide_by_deepspeed_later",
-    "divides_sequence",
-    "load_divided",
-    "read_division",
+    "describe_sharding",
+    "shard_by_deepspeed_later",
+    "load_sharded",
+    "make_sharding",
 ]

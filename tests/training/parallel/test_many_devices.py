@@ -176,7 +176,7 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
 @pytest.mark.parametrize(
     "run, config, distributed, processes, stopped_after, how",
     [
-        ("retrofit", "fsdp2", None, 2, "", "the model divided by accelerate (FSDP2)"),
+        ("retrofit", "fsdp2", None, 2, "", "the model sharded by accelerate (FSDP2)"),
         ("stream", "ddp", None, 2, "3", "each with the whole model (DDP)"),
         ("retrofit", "ddp", "{fsdp_size: 2}", 2, "1", "divided by transformers (FSDP2 2)"),
         ("retrofit", TP, "{tp_size: 2, sequence_parallel: true}", 2, "", "by transformers (TP 2, sequence parallel)"),
@@ -416,7 +416,7 @@ def test_a_division_that_accelerate_would_ignore_is_refused(arguments, tmp_path)
     command = ("-m", "attnres_cli", "train", *arguments("retrofit", tmp_path / "out"))
     done = forks.launch(*command, env=environment_of("fsdp2", 2))
     assert done.returncode == 1
-    assert "attnres: accelerate was told to divide the model by FSDP, but cannot do so here" in done.stderr
+    assert "attnres: accelerate was told to shard the model by FSDP, but cannot do so here" in done.stderr
     assert "ddp.yaml" in done.stderr and "distributed={fsdp_size: N}" in done.stderr
     assert not (tmp_path / "out").exists()
 

@@ -7,26 +7,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import PartialState
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from transformers import AutoModelForCausalLM, TrainingArguments
-from transformers.distributed import DistributedConfig
+from transformers import AutoModelForCausalLM
 
 from attnres import CONNECTIONS
 from attnres.backbones_attnres import config_on
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
-from attnres.training.arguments import prepare_arguments
+from attnres.training.launch import Launch, check_launch, divide_batch
 from attnres.training.parallel.pipeline import Pipeline, split_batch
 from attnres.training.parallel.pipeline_cache import BlockCache
 from attnres.training.parallel.pipeline_layers import count_costs, divide_layers, listed_layers
 from attnres.training.parallel.pipeline_model import ChunkModule, check_model, view_of
-from attnres.training.parallel.pipeline_settings import PipelineSettings, count_replicas, read_settings
+from attnres.training.parallel.pipeline_settings import PipelineSettings, count_replicas
 from attnres.training.parallel.pipeline_stage import join_groups
-from attnres.training.parallel.pipeline_trainer import check_arguments
 from attnres.training.parallel.pipeline_transfers import Chunk, plan_chunks, trace_states, transfer_bytes
 from attnres.training.recipe import Recipe, read_recipe
 
@@ -304,24 +301,24 @@ def test_groups_of_parameters_that_share_a_node_are_joined():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({}, "`pipeline` of the recipe lacks `stages`"),
-        ({"stages": None}, "`pipeline` of the recipe lacks `stages`"),
-        ({"stages": 1}, "`stages` of the recipe's `pipeline` is 1, but must be a whole number, at least 2."),
-        ({"stages": 2, "virtuel": 2}, "`pipeline` of the recipe has no `virtuel`. Did you mean `virtual`?"),
-        ({"stages": 2, "virtual": True}, "`virtual` of the recipe's `pipeline` is True"),
-        ({"stages": 2, "schedule": "2F2B"}, "'2F2B', but must be one of GPipe, 1F1B, Interleaved1F1B"),
-        ({"stages": 2, "schedule": []}, "`schedule` of the recipe's `pipeline` is [], but must be one of GPipe"),
-        ({"stages": 2, "schedule": {}}, "`schedule` of the recipe's `pipeline` is {}, but must be one of GPipe"),
-        ({"stages": 2, "schedule": ""}, "`schedule` of the recipe's `pipeline` is '', but must be one of GPipe"),
-        ({"stages": 2, "microbatches": False}, "`microbatches` of the recipe's `pipeline` is False"),
-        ({"stages": 2, "microbatches": 0}, "`microbatches` of the recipe's `pipeline` is 0"),
-        ({"stages": 2, "timeout": 10**10}, "`timeout` of the recipe's `pipeline` is 10000000000, but must be at most"),
+        ({}, "The recipe lacks `pipeline.stages`"),
+        ({"stages": None}, "The recipe lacks `pipeline.stages`"),
+        ({"stages": 1}, "`pipeline.stages` of the recipe is 1, but must be at least 2."),
+        ({"stages": 2, "virtuel": 2}, "`pipeline` has no `virtuel`. Did you mean `virtual`?"),
+        ({"stages": 2, "virtual": True}, "`pipeline.virtual` of the recipe is True"),
+        ({"stages": 2, "schedule": "2F2B"}, "'2F2B', but must be 'GPipe', '1F1B', 'Interleaved1F1B'"),
+        ({"stages": 2, "schedule": []}, "`pipeline.schedule` of the recipe is [], but must be 'GPipe'"),
+        ({"stages": 2, "schedule": {}}, "`pipeline.schedule` of the recipe is {}, but must be 'GPipe'"),
+        ({"stages": 2, "schedule": ""}, "`pipeline.schedule` of the recipe is '', but must be 'GPipe'"),
+        ({"stages": 2, "microbatches": False}, "`pipeline.microbatches` of the recipe is False"),
+        ({"stages": 2, "microbatches": 0}, "`pipeline.microbatches` of the recipe is 0"),
+        ({"stages": 2, "timeout": 10**10}, "`pipeline.timeout` of the recipe is 10000000000, but must be at most"),
         ({"stages": 2, "virtual": 2, "schedule": "1F1B"}, "the schedule 1F1B runs one chunk per process"),
         ({"stages": 4, "microbatches": 3}, "is 3, but with the schedule 1F1B must be at least `stages`, 4"),
         ({"stages": 2, "virtual": 2, "microbatches": 5}, "is 5, but with the schedule Interleaved1F1B must be a"),
         ({"stages": 2, "layers": [1, 2, 3]}, "has 3 numbers, but must have 2, one for each chunk"),
-        ({"stages": 2, "layers": [4, 0]}, "`layers` of the recipe's `pipeline` is [4, 0]"),
-        ({"stages": 2, "cache": 1}, "`cache` of the recipe's `pipeline` is 1, but must be true or false."),
+        ({"stages": 2, "layers": [4, 0]}, "`pipeline.layers` of the recipe is 0, but must be"),
+        ({"stages": 2, "cache": 1}, "`pipeline.cache` of the recipe is 1, but must be true or false."),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):
@@ -330,69 +327,47 @@ def test_wrong_settings_are_refused(settings, message):
 
 
 @pytest.mark.parametrize(
-    "recipe, size, message",
+    "trainer, message",
     [
-        ({}, 6, "`microbatches` of the recipe's `pipeline` is 4, but must divide the 6 sequences"),
-        ({"trainer": {"fp16": True}}, 4, "`trainer.fp16` of the recipe does not work with `pipeline`: use `bf16`"),
-        ({"trainer": {"torch_compile": True}}, 4, "`trainer.torch_compile` of the recipe does not work with"),
-        ({"trainer": {"torch_compile_mode": "default"}}, 4, "`trainer.torch_compile_mode` of the recipe does not work"),
-        ({"trainer": {"fsdp": "full_shard"}}, 4, "does not work with `pipeline`: set `fsdp: true` in `pipeline`."),
+        ({"fp16": True}, "`trainer.fp16` of the recipe does not work with `pipeline`: use `bf16`"),
+        ({"torch_compile": True}, "`trainer.torch_compile` of the recipe does not work with"),
+        ({"torch_compile_mode": "default"}, "`trainer.torch_compile_mode` of the recipe does not work"),
+        ({"fsdp": "full_shard"}, "does not work with `pipeline`: set `fsdp: true` in `pipeline`."),
     ],
 )
-def test_arguments_that_contradict_a_pipeline_are_refused(recipe, size, message, tmp_path):
-    recipe = Recipe("model", ("a.txt",), str(tmp_path), steps=1, **recipe)
-    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=size, use_cpu=True)
+def test_fields_of_the_trainer_that_contradict_a_pipeline_are_refused(trainer, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_arguments(recipe, PipelineSettings(2, microbatches=4), arguments)
+        Recipe("model", ("a.txt",), "out", steps=1, pipeline={"stages": 2}, trainer=trainer)
+
+
+def test_a_batch_that_no_micro_batches_fill_is_refused():
+    pipeline = {"stages": 2, "microbatches": 4}
+    recipe = Recipe("model", ("a.txt",), "out", steps=1, batch_size=6, micro_batch_size=6, pipeline=pipeline)
+    with pytest.raises(ValueError, match=r"`pipeline\.microbatches` of the recipe is 4, but must divide the 6 "):
+        divide_batch(recipe, 2)
 
 
 @pytest.mark.parametrize(
-    "ways, division, name",
+    "launch, message",
     [
-        ({"pipeline": {"stages": 2}}, None, "`pipeline`"),
-        ({"distributed": {"tp_size": 2}}, DistributedConfig(tp_size=2), "`tp_size` of `distributed`"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "accelerate's FSDP would both shard the model: leave out one"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "does not train in fp16, as accelerate's settings ask: use bf16"),
     ],
 )
-def test_labels_that_one_process_alone_counts_are_refused_where_others_have_the_same_batch(ways, division, name):
-    """`Trainer` divides the number of labels by that of the processes with the same batch, also if it has no sum."""
-    recipe = Recipe("model", ("a.txt",), "out", steps=1, trainer={"average_tokens_across_devices": False}, **ways)
-    state = SimpleNamespace(num_processes=2, device=torch.device("cpu"))  # of accelerate, in a run of two processes
-    with pytest.raises(ValueError, match=f"average_tokens_across_devices` .* must be true with {name}, where several"):
-        prepare_arguments(recipe, state, division)
-
-
-@pytest.mark.parametrize(
-    "trainer, division, message",
-    [
-        ({}, DistributedConfig(fsdp_size=1), "does not work with `distributed`, whose checkpoints are in parts"),
-        ({"eval_steps": 10}, None, "needs a held-out loss for each checkpoint and no other: leave out"),
-        ({"greater_is_better": True}, None, "chooses the lowest held-out loss: leave out `metric_for_best_model`"),
-        ({"eval_delay": 5}, None, "needs a held-out loss for each checkpoint: leave out `trainer.eval_delay`"),
-        ({"metric_for_best_model": "runtime"}, None, "chooses the lowest held-out loss: leave out"),
-    ],
-)
-def test_a_best_checkpoint_that_cannot_be_chosen_or_loaded_is_refused(trainer, division, message):
-    trainer |= {"load_best_model_at_end": True}
-    recipe = Recipe("model", ("a.txt",), "out", steps=100, save_every=50, trainer=trainer)
+def test_an_engine_or_fp16_of_accelerate_beside_a_pipeline_is_refused(launch, message):
+    recipe = Recipe("model", ("a.txt",), "out", steps=1, pipeline={"stages": 2})
     with pytest.raises(ValueError, match=message):
-        prepare_arguments(recipe, PartialState(cpu=True), division)
-
-
-def test_a_division_by_accelerate_beside_a_pipeline_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True)
-    with pytest.raises(ValueError, match="accelerate's FSDP would both divide the model: leave out one"):
-        check_arguments(Recipe("model", ("a.txt",), str(tmp_path), steps=1), PipelineSettings(2), arguments)
+        check_launch(recipe, Launch(processes=2, **launch))
 
 
 def test_the_schedule_follows_from_the_chunks_of_a_process():
-    assert read_settings(None) is None
-    assert read_settings({"stages": 4}) == PipelineSettings(4, 1, "1F1B", 4)
-    assert read_settings({"stages": 2, "virtual": 2}).schedule == "Interleaved1F1B"
+    settings = PipelineSettings(stages=4)
+    assert (settings.virtual, settings.schedule, settings.microbatches) == (1, "1F1B", 4)
+    assert PipelineSettings(stages=2, virtual=2).schedule == "Interleaved1F1B"
 
 
 def test_a_pipeline_that_does_not_fit_the_processes_is_refused():
-    settings = PipelineSettings(4)
+    settings = PipelineSettings(stages=4)
     assert count_replicas(settings, 8) == 2
     for processes in (1, 2, 6):
         with pytest.raises(ValueError, match=f"is 4, but this run has {processes} process.*--num_processes 4"):

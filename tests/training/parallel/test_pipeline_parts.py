@@ -15,14 +15,14 @@ from attnres.conversion.family import retrofit_config
 from attnres.kimi_linear_configuration_attnres import AttnResConfig
 from attnres.training.parallel.pipeline_parts import make_part, part_of
 from attnres.training.parallel.pipeline_settings import PipelineSettings
-from attnres.training.prepare import build_model, check_model_config
+from attnres.training.prepare import build_model, check_model
 from attnres.training.recipe import Recipe
 
 from ... import forks
 from ...conftest import TINY
 from ...conversion.backbones import CASES, COMMON, build
 
-TWO_STAGES = PipelineSettings(2, virtual=2)
+TWO_STAGES = PipelineSettings(stages=2, virtual=2)
 
 
 def assert_is_part(part: PreTrainedModel, whole: PreTrainedModel, stage: int, settings=TWO_STAGES) -> None:
@@ -129,12 +129,12 @@ def test_a_run_from_scratch_needs_memory_for_its_stage(assets, monkeypatch):
     needed = 4 * kept * count_parameters(load("attnres-tiny", vocab_size=len(tokenizer))).total
     monkeypatch.setattr("attnres.checkpoints.whole.free_memory", lambda: int(0.8 * needed))
     with pytest.raises(ValueError, match=r"attnres-tiny has .* in float32 take "):
-        check_model_config(recipe, "pretrain", tokenizer)
+        check_model(recipe, "pretrain", tokenizer)
     recipe = replace(recipe, pipeline={"stages": 2})
-    check_model_config(recipe, "pretrain", tokenizer)
+    check_model(recipe, "pretrain", tokenizer)
     monkeypatch.setattr("attnres.checkpoints.whole.free_memory", lambda: int(0.2 * needed))
     with pytest.raises(ValueError, match=r"attnres-tiny has .* in float32 on a process take "):
-        check_model_config(recipe, "pretrain", tokenizer)
+        check_model(recipe, "pretrain", tokenizer)
 
 
 def test_a_model_outside_the_family_is_refused_before_it_is_loaded(tmp_path):
@@ -177,7 +177,7 @@ def growth(make, *arguments, **options):
     return peak() - before
 
 def measure(source):
-    config, part = AutoConfig.from_pretrained(source), part_of(PipelineSettings(4), 1)
+    config, part = AutoConfig.from_pretrained(source), part_of(PipelineSettings(stages=4), 1)
     made = growth(make_part, config, part), growth(AutoModelForCausalLM.from_config, config)
     return made, [growth(load_whole, AutoModelForCausalLM, source, **chosen) for chosen in ({"part": part}, {})]
 
@@ -197,7 +197,7 @@ def test_a_part_takes_the_memory_of_its_stage_and_of_one_tensor(tmp_path):
         model = AutoModelForCausalLM.from_config(config)
         model.save_pretrained(tmp_path / str(size))
     sizes = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
-    held = sum(sizes[name] for name in part_of(PipelineSettings(4), 1)(model))
+    held = sum(sizes[name] for name in part_of(PipelineSettings(stages=4), 1)(model))
     done = forks.run("-c", MEMORY, tmp_path / "16", tmp_path / "256")
     assert done.returncode == 0, done.stderr
     margin = 6 * 2**20  # for allocations other than weights

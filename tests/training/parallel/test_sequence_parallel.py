@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from attnres.configuration import load
 from attnres.residual_attnres import residual_tensors
+from attnres.training.launch import Launch, check_launch
 from attnres.training.parallel.sequence_parallel import shard_sequence
 from attnres.training.parallel.sequence_split import SequenceSplit
-from attnres.training.parallel.sharding import read_division
+from attnres.training.recipe import read_recipe
 
 from ... import forks
 from ...conversion.backbones import COMMON, build_member, member_config
@@ -182,7 +182,8 @@ def test_the_parts_of_all_ranks_are_the_whole_and_zeros(length, size, dim):
 )
 def test_a_division_of_the_sequence_that_cannot_be_made_is_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_division(yaml.safe_load(settings), 2)
+        recipe = read_recipe("pretrain", ("model=x", "train=y", "out=z", f"distributed={settings}"))
+        check_launch(recipe, Launch(processes=2))
 
 
 def test_the_sequence_of_a_model_that_is_not_divided_is_refused():

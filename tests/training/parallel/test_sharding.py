@@ -1,18 +1,21 @@
-"""Divisions of a model are read, checked and refused in one process, and engines find the family's layers."""
+"""Shardings of a model are read, checked and refused in one process, and engines find the family's layers."""
 
 import re
+from dataclasses import fields, replace
 
 import pytest
 import torch
 import yaml
-from accelerate import PartialState
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.fsdp import fully_shard
+from transformers.distributed import DistributedConfig
 
 from attnres.conversion import retrofit
-from attnres.training.parallel.sharding import check_engines, check_fsdp2, read_division
-from attnres.training.recipe import read_recipe
+from attnres.training.launch import Launch, check_launch, read_launch
+from attnres.training.parallel.sharding import check_fsdp2, make_sharding
+from attnres.training.recipe import Recipe, read_recipe
+from attnres.training.settings import ShardingSettings
 
 from ..running import ACCELERATE_YAMLS
 
@@ -20,36 +23,58 @@ from ..running import ACCELERATE_YAMLS
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ("{fsdp_sise: 2}", "cannot have `fsdp_sise`. Did you mean `fsdp_size`?"),
-        ("{pp_size: 2}", "cannot have `pp_size`."),
-        ("{fsdp_size: two}", "`fsdp_size` of the recipe's `distributed` is 'two', but must be a number of processes."),
-        ("{tp_size: 0}", "must be >= 1, got 0"),
-        ("{fsdp_size: 4, ep_size: 3}", "`ep_size` must divide"),
+        ("{fsdp_sise: 2}", "`distributed` has no `fsdp_sise`. Did you mean `fsdp_size`?"),
+        ("{pp_size: 2}", "`distributed` has no `pp_size`."),
+        ("{fsdp_size: two}", "`distributed.fsdp_size` of the recipe is 'two', but must be a whole number."),
+        ("{tp_size: 0}", "`distributed.tp_size` of the recipe is 0, but must be at least 1."),
+        (
+            "{fsdp_size: 4, ep_size: 3}",
+            "`distributed.ep_size` of the recipe is 3, but must be a multiple of `tp_size`",
+        ),
         ("{fsdp_size: 2}", "among 2 processes, but this run has 1. Start it by `accelerate launch --multi_gpu "),
         ("{fsdp_size: 2, tp_size: 2}", "among 4 processes, but this run has 1."),
     ],
 )
 def test_an_impossible_division_is_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_division(yaml.safe_load(settings), 1)
+        recipe = read_recipe("pretrain", ("model=x", "train=y", "out=z", f"distributed={settings}"))
+        check_launch(recipe, Launch())
 
 
-def test_a_division_by_two_engines_is_refused(monkeypatch):
+def test_sharding_by_two_engines_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="accelerate's FSDP would both divide the model"):
-        read_division({"fsdp_size": 2}, 2)
+    recipe = Recipe("x", ("y",), "z", steps=1, distributed={"fsdp_size": 2})
+    with pytest.raises(ValueError, match="accelerate's FSDP would both shard the model"):
+        check_launch(recipe, read_launch())
 
 
 def test_deepspeed_is_refused_for_muon_and_for_models_in_parts_from_the_start(monkeypatch):
-    state = PartialState(cpu=True)
+    recipe = Recipe("x", ("y",), "z", steps=1)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false")
-    check_engines(state, "adamw")
-    with pytest.raises(RuntimeError, match=r"Muon needs whole matrices, .* set optimizer=adamw"):
-        check_engines(state, "muon")
+    check_launch(recipe, read_launch())
+    with pytest.raises(ValueError, match=r"Muon needs whole matrices, .* set optimizer=adamw"):
+        check_launch(replace(recipe, optimizer="muon"), read_launch())
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true")
-    with pytest.raises(RuntimeError, match="set `zero3_init_flag: false`"):
-        check_engines(state, "adamw")
+    with pytest.raises(ValueError, match="set `zero3_init_flag: false`"):
+        check_launch(recipe, read_launch())
+
+
+def test_a_switch_of_the_launcher_that_is_neither_true_nor_false_is_named(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "perhaps")
+    with pytest.raises(ValueError, match=r"^`ACCELERATE_USE_FSDP` of the environment is 'perhaps', but must be "):
+        read_launch()
+
+
+def test_the_engines_of_the_recipe_are_fields_of_transformers_distributed_config():
+    fields_of_transformers = {item.name for item in fields(DistributedConfig)}
+    assert ShardingSettings.model_fields.keys() - {"sequence_parallel"} <= fields_of_transformers
+
+
+def test_sharding_by_the_trainer_is_refused_in_a_single_process():
+    recipe = Recipe("x", ("y",), "z", steps=1, trainer={"fsdp": "full_shard"})
+    with pytest.raises(ValueError, match="but this run was not launched as several: start it by `accelerate launch`"):
+        check_launch(recipe, Launch())
 
 
 def test_loading_on_the_first_process_alone_is_refused_if_buffers_are_saved(tiny_model, monkeypatch, assets):
@@ -78,13 +103,13 @@ def test_parameters_of_two_dtypes_are_refused_by_accelerates_fsdp2_without_mixed
 
 
 def test_a_model_that_one_process_holds_is_not_divided():
-    assert read_division(None, 2) is None
-    assert read_division({"fsdp_size": 1}, 1) is None
+    assert make_sharding(None) is None
+    assert make_sharding(ShardingSettings(fsdp_size=1)) is None
 
 
 def test_adapters_of_a_divided_model_are_refused():
     changes = ("model=x", "train=y", "out=z", "distributed={fsdp_size: 2}")
-    with pytest.raises(ValueError, match="leave out `lora` or `distributed`"):
+    with pytest.raises(ValueError, match="`distributed` and `lora` of the recipe exclude each other"):
         read_recipe("lora", changes)
 
 
