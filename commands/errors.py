@@ -43,7 +43,7 @@ def describe(error: BaseException) -> tuple[str, bool]:
     if is_timeout(error):
         return (
             f"process {os.environ.get('RANK', '0')} has waited too long for the other processes: one of them hangs, or "
-            "a step takes longer. `timeout` of the recipe's `pipeline`, or else `trainer.ddp_timeout`, sets the limit.",
+            "a step takes longer. `pipeline.timeout` of the recipe, or else `trainer.ddp_timeout`, sets the limit.",
             True,
         )
     text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
