@@ -297,7 +297,7 @@ class Checkpoint:
         """
         held = {entry.name: shard for shard in self.shards for entry in shard.entries}
         with about(self.folder):
-            check_files({shard.source.name: [entry.name for entry in shard.entries] for shard in self.shards})
+            check_files({shard.path.name: [entry.name for entry in shard.entries] for shard in self.shards})
         if self.index is None or self.is_temporary:
             return held
         for name, file in self.index["weight_map"].items():

@@ -20,7 +20,7 @@ from transformers.utils import CONFIG_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.complete import complete_model, has_head
+from attnres.checkpoints.complete import check_complete, empty_model, has_head
 from attnres.checkpoints.kimi_k3 import count_parameters, describe_layout, is_packed, model_class
 from attnres.checkpoints.shards import Entry
 from attnres.checkpoints.source_code import AUTO_MAP, code_fields, references
@@ -221,8 +221,8 @@ def _plan_release(source: Checkpoint) -> KimiK3Plan:
 def _check(source: Checkpoint) -> tuple[AttnResKimiK3Config, bool, frozenset[str]]:
     """Check that a source is whole; return a copy of its configuration, whether it has a head, and unused tensors."""
     config: Any = deepcopy(source.config)  # a plan changes its fields
-    model, unused = complete_model(source, config)
-    return config, has_head(model), unused
+    model = empty_model(config, source)
+    return config, has_head(model), check_complete(source, model, config)
 
 
 def _names_of_code(fields: Mapping[str, Any]) -> list[str]:
