@@ -157,8 +157,10 @@ class Checkpoint:
             OSError: A file is damaged.
             ValueError: A value does not fit. The message names the file, the field and its value.
         """
-        sizes = (self.entries, self.num_bytes) if self.has_weights else ()
-        check_sizes(self.config_path, self.fields, *sizes)
+        if self.has_weights:
+            check_sizes(self.config_path, self.fields, self.entries, self.num_bytes)
+        else:
+            check_sizes(self.config_path, self.fields)
 
     @cached_property
     def generation_path(self) -> Path:
@@ -295,7 +297,7 @@ class Checkpoint:
         """
         held = {entry.name: shard for shard in self.shards for entry in shard.entries}
         with about(self.folder):
-            check_files({shard.source.name: [entry.name for entry in shard.entries] for shard in self.shards})
+            check_files({shard.path.name: [entry.name for entry in shard.entries] for shard in self.shards})
         if self.index is None or self.is_temporary:
             return held
         for name, file in self.index["weight_map"].items():

@@ -6,7 +6,7 @@ files give. Its loading report then says what is missing, misshapen or unused.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 import torch
@@ -39,7 +39,7 @@ def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedM
     Returns:
         A causal language model, or its decoder if the checkpoint is that of a decoder alone.
     """
-    with torch.device("meta"):
+    with about(checkpoint.config_path), torch.device("meta"):
         if isinstance(config, AttnResKimiK3Config):
             # A later `transformers` may give the Auto classes a Kimi K3 of its own.
             return kimi_k3.model_class(kimi_k3.has_head(checkpoint, config))(config)
@@ -57,43 +57,33 @@ def has_head(model: PreTrainedModel) -> bool:
     return model.get_output_embeddings() is not None
 
 
-def complete_model(
-    checkpoint: Checkpoint,
-    config: PreTrainedConfig,
-    added: Callable[[PreTrainedModel], Collection[str]] = lambda model: (),
-) -> tuple[PreTrainedModel, frozenset[str]]:
-    """Make the model of a configuration on the meta device, and check that a checkpoint holds all its tensors.
+def check_complete(
+    checkpoint: Checkpoint, model: PreTrainedModel, config: PreTrainedConfig, added: Collection[str] = ()
+) -> frozenset[str]:
+    """Check that a checkpoint holds all tensors of a model in their shapes, and return the names of unused tensors.
 
     `config.tie_word_embeddings` becomes False if the checkpoint has another tensor for the head than for the embedding.
     `transformers` then ties nothing, whatever the configuration says, but other programs follow the configuration.
 
     Args:
         checkpoint: The headers of the weights.
-        config: The configuration of the model.
-        added: A function that returns the names of the model's tensors that will be written beside the checkpoint.
+        model: The model of [`empty_model`].
+        config: The configuration that it was made of.
+        added: The names of the model's tensors that will be written beside the checkpoint.
 
     Returns:
-        The model, and the names of the checkpoint's tensors that the model does not use.
+        The names of the checkpoint's tensors that the model does not use.
 
     Raises:
         FileNotFoundError, RuntimeError: A tensor is missing or has another shape; the message names it and the file.
-        ValueError: The configuration holds a wrong value.
     """
-    with about(checkpoint.config_path):
-        model = empty_model(config, checkpoint)
-    unused = _check_complete(checkpoint, model, added(model))
     for target, source in model.all_tied_weights_keys.items():
         if {target, source} <= checkpoint.entries.keys() and not checkpoint.has_same_bytes(target, source):
             config.tie_word_embeddings = False
-    return model, unused
-
-
-def _check_complete(checkpoint: Checkpoint, model: PreTrainedModel, added: Collection[str]) -> frozenset[str]:
-    """Check names and shapes for [`complete_model`], and return the names of unused tensors."""
-    entries, config = checkpoint.entries, model.config
+    entries = checkpoint.entries
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     unused = {name for name in entries if any(re.search(pattern, name) for pattern in ignored)}
-    if kimi_k3.is_released(checkpoint, config):
+    if isinstance(config, AttnResKimiK3Config) and kimi_k3.is_released(checkpoint, config):
         return kimi_k3.unused_tensors(checkpoint, config)
     needed = residual_tensors(model).keys() | value_residual_tensors(model).keys()
     _check_present(checkpoint, needed - entries.keys() - set(added))
@@ -123,8 +113,9 @@ def loading_report(
     Raises:
         FileNotFoundError, RuntimeError: Tensors that `transformers` merges or splits do not fit each other.
     """
-    if kimi_k3.is_released(checkpoint, model.config):
-        unused = kimi_k3.unused_tensors(checkpoint, model.config)  # raises if a tensor is missing or misshapen
+    config = model.config
+    if isinstance(config, AttnResKimiK3Config) and kimi_k3.is_released(checkpoint, config):
+        unused = kimi_k3.unused_tensors(checkpoint, config)  # raises if a tensor is missing or misshapen
         return {"missing_keys": set(), "mismatched_keys": set(), "unexpected_keys": unused}
     _check_experts(checkpoint)
     # A tensor whose dtype is not in `DTYPES` is not a weight, so its name and shape are enough: its dtype may be wrong.
@@ -187,4 +178,4 @@ def _check_experts(checkpoint: Checkpoint) -> None:
             check_shapes(wrong, checkpoint.file_of(min(wrong)[0]))
 
 
-__all__ = ["complete_model", "empty_model", "has_head", "loading_report"]
+__all__ = ["check_complete", "empty_model", "has_head", "loading_report"]

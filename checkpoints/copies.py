@@ -108,8 +108,7 @@ def unpublished_model(checkpoint: Checkpoint) -> PreTrainedModel | None:
         or is_released(checkpoint, config)  # the model would have hundreds of thousands of tensors
     ):
         return None
-    with about(checkpoint.config_path):
-        model = empty_model(config, checkpoint)
+    model = empty_model(config, checkpoint)
     names, state = checkpoint.entries.keys(), model.state_dict()
     published = revert_weight_conversion(model, state).keys()
     # The two layouts share many names. The names that only one of them has tell them apart.

@@ -113,8 +113,8 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
             read_release(config, tensors, with_head)
     except ValueError as error:
         named = re.search("`([^`]+)`", str(error))
-        is_there = named is not None and named[1] in checkpoint.where
-        raise ValueError(f"{checkpoint.where[named[1]].source if is_there else checkpoint.folder}: {error}") from error
+        shard = checkpoint.where.get(named[1]) if named is not None else None
+        raise ValueError(f"{checkpoint.folder if shard is None else shard.source}: {error}") from error
     prefix = prefix_of(tensors)
     used = {prefix + name for name in released_shapes(config)}
     used |= {name + part for name in used for part in (_PACKED, _SCALE)}

@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -117,22 +118,19 @@ def copy_shard(
     names = [entry.name if rename is None else rename[entry.name] for entry in kept]
     keeps_header = names == [entry.name for entry in shard.entries]
     path = target or Path(os.devnull)
-    with open(shard.path, "rb") as source, path.open("wb") as sink:
-        header = source.read(shard.data_start) if keeps_header else _make_header(kept, shard.metadata, names)
-        with about(path):
-            sink.write(header)
+    with open(shard.path, "rb") as source, about(path, only=OSError), path.open("wb") as sink:
+        sink.write(source.read(shard.data_start) if keeps_header else _make_header(kept, shard.metadata, names))
         for entry in kept:
             for chunk in read_pieces(source, entry, shard.source):
                 if entry.name not in unused:
                     _check_finite(chunk, entry, shard.source)
                     if check is not None and not _is_float(entry):
                         check(torch.frombuffer(chunk, dtype=torch.uint8), entry, shard.source)
-                with about(path):  # the error of a full disk does not name the file
-                    sink.write(chunk)
+                sink.write(chunk)
                 on_bytes(len(chunk))
 
 
-def read_pieces(source: BinaryIO, entry: Entry, path: Path) -> Iterator[memoryview]:
+def read_pieces(source: BufferedReader, entry: Entry, path: Path) -> Iterator[memoryview]:
     """Yield the bytes of a tensor piece by piece, each in the same buffer.
 
     Args:

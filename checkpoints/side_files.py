@@ -69,7 +69,7 @@ def copy_side_files(
     if loaded is not None:
         _name_tokenizer_class(type(loaded).__name__, target)
         backend = getattr(loaded, "backend_tokenizer", None)
-        if getattr(backend, "fix_mistral_regex", False):
+        if backend is not None and getattr(backend, "fix_mistral_regex", False):
             # `transformers` corrects this tokenizer as it loads, but only beside the `config.json` of a Mistral.
             backend.save(str(target / "tokenizer.json"))
     return notes

@@ -53,7 +53,7 @@ def load_tokenizer(
         _check_config_loads(source, trust_remote_code)
         raise ValueError(_no_tokenizer(source, remedy, error)) from error
     # From a directory without files, `AutoTokenizer` makes some tokenizers of special tokens alone.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(_no_tokenizer(source, remedy))
     return tokenizer
 

@@ -8,13 +8,13 @@ shapes, so a wrong number there takes all memory. The functions here compare the
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from attnres.loading_attnres import added_by_kind, check_added, check_shapes
@@ -146,10 +146,11 @@ def check_before_loading(
     # Warnings about the configuration are repeated when the model is loaded.
     with about(checkpoint.config_path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # The folder is local by now, so options about the Hub are not needed.
-        config, _ = AutoConfig.from_pretrained(
+        # Two values, with `return_unused_kwargs`. The folder is local by now, so options about the Hub are not needed.
+        loaded: Any = AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=code, return_unused_kwargs=True, **options
         )
+        config: PreTrainedConfig = loaded[0]
         try:
             with torch.device("meta"):
                 model = auto_class.from_config(config, trust_remote_code=code)
@@ -161,10 +162,11 @@ def check_before_loading(
         return None  # its tensors have other names and shapes, which the quantiser checks
     names = None if part is None else part(model)
     if loading["distributed_config"] is None and loading["device_map"] in (None, "cpu", {"": "cpu"}):
-        dtype = loading["dtype"] or loading["torch_dtype"]
+        dtype: Any = loading["dtype"] or loading["torch_dtype"]
         dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         # Without a dtype, `transformers` takes that of the weights, which is hardly ever smaller than bfloat16.
-        size = (dtype or config.dtype or torch.bfloat16).itemsize
+        stored: Any = config.dtype
+        size = (dtype or stored or torch.bfloat16).itemsize
         needed = size * sum(
             parameter.numel() for name, parameter in model.named_parameters() if names is None or name in names
         )
@@ -239,15 +241,16 @@ def load_whole(
 
 
 @contextmanager
-def _reading_only(model_class: type[PreTrainedModel], names: Collection[str]) -> Iterator[None]:
+def _reading_only(model_class: type[PreTrainedModel], names: Collection[str]) -> Generator[None]:
     """Make `from_pretrained` of a class read only these tensors while the block runs.
 
     `from_pretrained` makes a model on the meta device, and reads the tensors that its `state_dict` names. There is no
     option to leave tensors out.
     """
+    inherited: Any = model_class.state_dict
 
     def state_dict(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        tensors = super(model_class, self).state_dict(*args, **kwargs)
+        tensors = inherited(self, *args, **kwargs)
         return {name: tensor for name, tensor in tensors.items() if name in names}
 
     model_class.state_dict = state_dict

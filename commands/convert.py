@@ -85,8 +85,8 @@ def run_convert(
                 console.print(shown(note))
         result = Checkpoint(stage)
         comparison = _verify(console, plan, result, verify, texts)
-        if plan.has_code:
-            _write_card(plan, result, source, target.name, comparison)
+        if plan.has_code and isinstance(plan.config, ResidualConfig):
+            _write_card(plan, plan.config, result, source, target.name, comparison)
     console.print(f"Written to [bold]{shown(str(target))}[/].")
 
 
@@ -137,9 +137,16 @@ def _attention(config: ResidualConfig) -> str:
     return f"{gate}{', value residuals' if config.value_residual else ''}"
 
 
-def _write_card(plan: Plan, result: Checkpoint, source: str, name: str, comparison: FunctionComparison | None) -> None:
+def _write_card(
+    plan: Plan,
+    config: ResidualConfig,
+    result: Checkpoint,
+    source: str,
+    name: str,
+    comparison: FunctionComparison | None,
+) -> None:
     """Write the model card. If the source has a card of this package, add this conversion to it."""
-    folder, config = plan.checkpoint.folder, plan.config
+    folder = plan.checkpoint.folder
     hub_id, commit = on_hub(folder, source)
     parts = [
         f"**{plan.title}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: "
@@ -176,8 +183,8 @@ def _verify(
     if verify is None and lacking:
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
         return None
-    if plan.checkpoint.lacks_metadata:
-        index = plan.checkpoint.weights_path
+    index = plan.checkpoint.weights_path
+    if plan.checkpoint.lacks_metadata and index is not None:
         reason = (
             f"transformers cannot load the source, whose {index.name} has no object `metadata`. The result's has one"
         )

@@ -5,6 +5,7 @@ wrong in silence, data lost or more than a minute wasted, and names the file of 
 [`attnres.utils.errors.about`].
 """
 
+import os
 import re
 from collections.abc import Iterator
 from types import TracebackType
@@ -39,16 +40,18 @@ def describe(error: BaseException) -> tuple[str, bool]:
         error = next(iter(failures.values()))[0]
     if is_lost_connection(error):
         return "another process of this run has ended; see its message.", True
+    if is_timeout(error):
+        return (
+            f"process {os.environ.get('RANK', '0')} has waited too long for the other processes: one of them hangs, or "
+            "a step takes longer. `pipeline.timeout` of the recipe, or else `trainer.ddp_timeout`, sets the limit.",
+            True,
+        )
     text = why_not_written(error) if isinstance(error, OSError) else " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and text.startswith("No module named"):
         text = _name_extra(error, text)
     name = next((name for name in _classes(error) if name in _OF_LIBRARIES), None)
     if name is None and isinstance(error, RuntimeError) and _NO_MEMORY.search(text):
         name = "MemoryError"
-    if is_timeout(error):
-        notes.append("One of the processes hangs, or a step takes longer than the limit of the recipe.")
-    elif name is not None and not notes and _OF_LIBRARIES[name]:
-        notes.append(_OF_LIBRARIES[name])
     is_plain = isinstance(error, _FOR_USERS) or (
         isinstance(error, _FOR_USERS_IF_OURS) and _is_ours(error.__traceback__)
     )
@@ -56,8 +59,13 @@ def describe(error: BaseException) -> tuple[str, bool]:
     kind = type(error).__name__
     if not is_plain and not isinstance(error, ValueError if notes else ()):
         text = f"{kind}{text and ': '}{text}"
+    line = text or kind
+    for note in notes:
+        line = f"{line.rstrip('.')} {note}"
+    if name is not None and not notes and _OF_LIBRARIES[name]:
+        line = f"{line.rstrip('.')}. {_OF_LIBRARIES[name]}"
     # A name in the message may contain control characters, which could change the terminal.
-    return printable(" ".join([text or kind, *notes])), is_foreseen
+    return printable(line), is_foreseen
 
 
 def _classes(error: BaseException) -> Iterator[str]:

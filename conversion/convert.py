@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from attnres import ResidualConfig
 from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.complete import complete_model, has_head
+from attnres.checkpoints.complete import check_complete, empty_model, has_head
 from attnres.checkpoints.shards import DTYPES
 from attnres.loading_attnres import added_by_kind
 from attnres.residual_attnres import ResidualConnection, residual_tensors
@@ -56,11 +56,13 @@ def plan_retrofit(source: Checkpoint, residual: str = DEFAULT_CONNECTION, **opti
     is_quantized = getattr(source.config, "quantization_config", None) is not None
     if is_gated(config) and not is_gated(source.config) and is_quantized:
         raise ValueError(f"{source.folder} is quantised, and its gates would load as quantised. Convert the original.")
-    model, unused = complete_model(source, config, lambda model: added_tensors(model, source.config).keys())
+    model = empty_model(config, source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        start_added(model, source.config, config.dtype or _stored_dtype(source))
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else _stored_dtype(source)
+        start_added(model, source.config, dtype)
     added = {name: tensor.detach() for name, tensor in added_tensors(model, source.config).items()}
+    unused = check_complete(source, model, config, added)
     # A standard member of the family may have kept trained tensors of connections, which it does not read.
     dropped = frozenset(added.keys() & source.entries)
     # The plans of gates and value residuals have refused starts that change the function.
@@ -127,7 +129,8 @@ def _read_member(source: Checkpoint, remedy: str = "") -> tuple[ResidualConfig, 
         raise ValueError(
             f"{source.folder} is of model type {config.model_type!r}, which has standard residual connections.{remedy}"
         )
-    model, unused = complete_model(source, config)
+    model = empty_model(config, source)
+    unused = check_complete(source, model, config)
     for name in chain(*added_by_kind(model)):
         if name not in source.where:
             raise ValueError(f"{source.folder} has no `{name}`: its attention gates are quantised.")
@@ -148,12 +151,12 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
     The first tensor may have another dtype: routing biases are float32 in checkpoints of bfloat16.
     """
-    sizes = {}
+    sizes: dict[torch.dtype, int] = {}
     for entry in checkpoint.entries.values():
         dtype = DTYPES.get(entry.dtype)
         if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
             sizes[dtype] = max(sizes.get(dtype, 0), math.prod(entry.shape))
-    return max(sizes, key=sizes.get, default=torch.float32)
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 __all__ = ["plan_change", "plan_retrofit", "plan_standard"]

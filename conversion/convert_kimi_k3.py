@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.complete import complete_model, has_head
+from attnres.checkpoints.complete import check_complete, empty_model, has_head
 from attnres.checkpoints.kimi_k3 import count_parameters, describe_layout, is_packed, model_class
 from attnres.checkpoints.shards import Entry
 from attnres.checkpoints.source_code import AUTO_MAP, code_fields, references
@@ -48,6 +48,7 @@ class KimiK3Plan(Plan):
         is_release: Whether the result is a release again, which gets neither code nor card.
     """
 
+    config: AttnResKimiK3Config
     texts: Mapping[str, str] = field(default_factory=dict)
     adds_prefix: bool = False
     removes_prefix: bool = False
@@ -217,11 +218,11 @@ def _plan_release(source: Checkpoint) -> KimiK3Plan:
     )
 
 
-def _check(source: Checkpoint) -> tuple[PreTrainedConfig, bool, frozenset[str]]:
+def _check(source: Checkpoint) -> tuple[AttnResKimiK3Config, bool, frozenset[str]]:
     """Check that a source is whole; return a copy of its configuration, whether it has a head, and unused tensors."""
-    config = deepcopy(source.config)
-    model, unused = complete_model(source, config)
-    return config, has_head(model), unused
+    config: Any = deepcopy(source.config)  # a plan changes its fields
+    model = empty_model(config, source)
+    return config, has_head(model), check_complete(source, model, config)
 
 
 def _names_of_code(fields: Mapping[str, Any]) -> list[str]:
@@ -302,11 +303,10 @@ def _read_record(source: Checkpoint) -> tuple[str, str] | None:
     record = read_object(path)
     text, prefix = record.get("text_of_config.json"), record.get("prefix_added")
     try:
-        fields = json.loads(text)
-        is_whole = isinstance(fields, dict) and prefix in ("", PREFIX)
-    except (RecursionError, TypeError, ValueError):
-        is_whole = False
-    if not is_whole:
+        fields = json.loads(text) if isinstance(text, str) else None
+    except (RecursionError, ValueError):
+        fields = None
+    if not isinstance(text, str) or not isinstance(fields, dict) or prefix not in ("", PREFIX):
         raise OSError(f"{path} is damaged. Copy it again, or remove it.")
     return (text, prefix) if _loadable_config(fields) == source.fields else None
 

@@ -75,7 +75,8 @@ def member_config(config: PreTrainedConfig) -> ResidualConfig:
             "and `attnres.add_backbone` adds others."
         )
     fields = {key: value for key, value in config.to_dict().items() if key not in _IDENTITY}
-    return CONFIG_MAPPING[member_type(config.model_type)].from_dict(fields | {"residual_connection": "standard"})
+    member: Any = CONFIG_MAPPING[member_type(config.model_type)]
+    return member.from_dict(fields | {"residual_connection": "standard"})
 
 
 def backbone_config(config: ResidualConfig) -> PreTrainedConfig:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -149,7 +149,7 @@ class Plan:
     def write_configuration(self, target: Path) -> None:
         """Write `config.json` and, for a member of the family, the code that loads it."""
         config = self.config
-        model_class = (MODEL_FOR_CAUSAL_LM_MAPPING if self.has_head else MODEL_MAPPING)[type(config)]
+        model_class: Any = (MODEL_FOR_CAUSAL_LM_MAPPING if self.has_head else MODEL_MAPPING)[type(config)]
         config.architectures = [model_class.__name__]
         if isinstance(config, ResidualConfig):
             config.auto_map = auto_map(model_class)
@@ -169,7 +169,7 @@ class Plan:
         sizes = {entry.name: entry.end - entry.start for entry in self.checkpoint.entries.values()}
         sizes |= {name: tensor.nbytes for name, tensor in self.added.items()}
         index = {
-            "metadata": {"total_size": sum(map(sizes.get, weight_map))},
+            "metadata": {"total_size": sum(sizes[name] for name in weight_map)},
             "weight_map": {self.new_name(name): file for name, file in sorted(weight_map.items())},
         }
         (target / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")

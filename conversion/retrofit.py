@@ -10,7 +10,7 @@ the standard residual stream, term by term and for every block size.
 
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,12 +56,14 @@ def retrofit(
             express; or the model has adapters or compiled parts inside.
         OSError, RuntimeError: The directory or repository is missing, damaged or incomplete.
     """
-    source = model_or_path
     if isinstance(model_or_path, str | os.PathLike):
         source = load_source(str(model_or_path), dtype="auto")
+    else:
+        source = model_or_path
     _check_plain(source, "a model, a directory or a Hub id")
     check_in_memory(source)
-    devices = sorted({str(device) for device in (getattr(source, "hf_device_map", None) or {}).values()})
+    device_map: Any = getattr(source, "hf_device_map", None) or {}
+    devices = sorted(map(str, set(device_map.values())))
     if len(devices) > 1:
         raise ValueError(
             f"the model is spread over the devices {', '.join(devices)}, by hooks that a retrofit would lack. Retrofit "
@@ -142,7 +144,7 @@ def load_source(source: str, **options: Any) -> PreTrainedModel:
 
 
 @contextmanager
-def _family_tensors_in_float32() -> Iterator[None]:
+def _family_tensors_in_float32() -> Generator[None]:
     """Make standard Kimi Linear keep the same tensors in float32 as the family, while the block runs.
 
     Before transformers 5.24, loading a checkpoint in bfloat16 rounds its float32 routing biases. A retrofit would share
@@ -212,7 +214,8 @@ def _is_tied(source: PreTrainedModel) -> bool:
     Raises:
         ValueError: The head shares its tensor with another module.
     """
-    head, embedding = source.get_output_embeddings(), source.get_input_embeddings()
+    head: Any = source.get_output_embeddings()
+    embedding: Any = source.get_input_embeddings()
     for name, parameter in source.named_parameters(remove_duplicate=False):
         is_elsewhere = source.get_submodule(name.rpartition(".")[0]) not in (head, embedding)
         if is_elsewhere and _is_one(parameter, head.weight):
@@ -225,7 +228,7 @@ def _is_one(tensor: Tensor, other: Tensor) -> bool:
     return tensor is other or (not tensor.is_meta and tensor.data_ptr() == other.data_ptr())
 
 
-def _share_tensors(model: PreTrainedModel, source: nn.Module, added: Collection[str]) -> None:
+def _share_tensors(model: Any, source: nn.Module, added: Collection[str]) -> None:
     """Put every tensor of `source` into `model`, whose tensors are on the meta device, under the same name."""
     shared = source.state_dict(keep_vars=True)
     # Parameters stay the same objects, so that training one model trains the other. Routing biases are buffers, which
@@ -252,7 +255,7 @@ def _share_tensors(model: PreTrainedModel, source: nn.Module, added: Collection[
             vars(model.get_submodule(owner)).update(numbers)
 
 
-def _warn_of_rounding(model: PreTrainedModel, source: PreTrainedModel) -> None:
+def _warn_of_rounding(model: Any, source: PreTrainedModel) -> None:
     """Warn if a retrofit holds a buffer in float32 that its source has in 16 bits, where it was probably rounded."""
     kept = model.tensors_kept_in_float32()
     for name, buffer in source.named_buffers():
@@ -272,7 +275,7 @@ def _is_number(value: object) -> bool:
 
 def _device_beside(source: PreTrainedModel, name: str) -> torch.device:
     """Return the device of the decoder layer with the connection or gate `name`; of the last layer for the output's."""
-    owner = source.get_submodule(name.rpartition(".")[0])
+    owner: Any = source.get_submodule(name.rpartition(".")[0])
     if hasattr(owner, "layers"):  # the decoder: the final norm follows its last layer
         owner = owner.layers[-1]
     return next(owner.parameters()).device

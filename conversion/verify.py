@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +98,8 @@ def compare(
     with quiet_transformers():
         vocab_size, config = source.config.vocab_size, result.config
         # A source may name any class in `architectures`; the result names the one that was converted.
-        is_decoder = model_class is None and config.architectures == [MODEL_MAPPING[type(config)].__name__]
+        decoder_class: Any = MODEL_MAPPING[type(config)]
+        is_decoder = model_class is None and config.architectures == [decoder_class.__name__]
         auto_class = model_class or (AutoModel if is_decoder else AutoModelForCausalLM)
         sequences, result_sequences = _token_ids(source, texts), _token_ids(result, texts)
         if sequences is None and texts is not PROMPTS:

@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.checkpoints import kimi_k3
 from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.complete import complete_model
+from attnres.checkpoints.complete import check_complete, empty_model
 from attnres.checkpoints.copies import check_files_of_weights, unpublished_model
 from attnres.checkpoints.shards import DTYPES, copy_shard
 from attnres.checkpoints.source_code import AUTO_MAP, code_fields, module_of, references, with_imports
@@ -158,8 +158,7 @@ def _check_model(folder: Path) -> tuple[ResidualConfig, Checkpoint, frozenset[st
             "checkpoint by `from_pretrained` and save it by `save_pretrained`, which gives its tensors their "
             "published names."
         )
-    _, unused = complete_model(checkpoint, config)
-    return config, checkpoint, unused
+    return config, checkpoint, check_complete(checkpoint, empty_model(config, checkpoint), config)
 
 
 def _count(checkpoint: Checkpoint, config: ResidualConfig) -> int | None:

@@ -44,7 +44,7 @@ from .report import collect_results, describe_results, write_run
 from .run_folder import check_data, check_length, hold_folder, record_run
 from .start import check_from_scratch
 from .trainer import AttnResTrainer
-from .waiting import explained_timeouts, first_process_first
+from .waiting import first_process_first
 
 TERMINATED = 128 + 15  # the exit status of a process that SIGTERM ends
 
@@ -68,12 +68,6 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
             answer within the time limit.
         SystemExit: SIGTERM stopped the run, after it had saved a checkpoint.
     """
-    with explained_timeouts(recipe):
-        return _train(recipe, name)
-
-
-def _train(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Join the processes, check the recipe's sharding, and train in the folder `out`."""
     launch = read_launch()
     check_launch(recipe, launch)
     # accelerate joins processes on CPUs only if `cpu` is set.

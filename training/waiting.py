@@ -1,6 +1,5 @@
-"""Limit the time that processes of a run wait for each other, and say in one line when the limit is reached."""
+"""Let the processes of a run wait for the first one, no longer than a time limit."""
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,48 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch.distributed.checkpoint.api import CheckpointException
-
-from attnres.utils.errors import is_timeout
-
-from .parallel.pipeline_settings import PipelineSettings
-from .recipe import Recipe
 
 _BEAT = 1.0  # seconds between two signs of life of the first process
-
-
-@contextmanager
-def explained_timeouts(recipe: Recipe) -> Iterator[None]:
-    """Turn the error of a transfer or a collective that takes too long inside the block into one that says so.
-
-    Args:
-        recipe: The recipe of the run.
-
-    Raises:
-        RuntimeError: A transfer or a collective has not ended within the time limit.
-    """
-    try:
-        yield
-    except (RuntimeError, CheckpointException) as error:
-        if not is_timeout(error):
-            raise
-        settings, rank = recipe.pipeline, int(os.environ.get("RANK", "0"))
-        if settings is None:
-            remedy = "`trainer.ddp_timeout` of the recipe"
-        else:
-            neighbours = _neighbours(settings, rank)
-            remedy = f"Its neighbours in the pipeline: {neighbours}. `pipeline.timeout` of the recipe"
-        raise RuntimeError(
-            f"process {rank} has waited {recipe.timeout} seconds for the other processes: one of them hangs, or a "
-            f"step takes longer. {remedy} sets the limit."
-        ) from error
-
-
-def _neighbours(settings: PipelineSettings, rank: int) -> str:
-    """Return the ranks of the processes before and after a process in its pipeline, in words."""
-    replica, stage = divmod(rank, settings.stages)
-    steps = (-1, 1) if settings.stages > 2 else (1,)
-    return " and ".join(str(replica * settings.stages + (stage + step) % settings.stages) for step in steps)
 
 
 @contextmanager
@@ -105,4 +64,4 @@ def first_process_first(state: PartialState, seconds: int) -> Iterator[None]:
         raise errors[0]
 
 
-__all__ = ["explained_timeouts", "first_process_first"]
+__all__ = ["first_process_first"]

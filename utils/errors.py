@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 _ERRNO = re.compile(r"\(os error (\d+)\)")
@@ -20,23 +20,28 @@ _TOO_LONG = re.compile(r"timed out|wait timeout", re.IGNORECASE)
 
 
 @contextmanager
-def about(subject: str | os.PathLike, remedy: str = "") -> Iterator[None]:
+def about(subject: str | os.PathLike, remedy: str = "", only: type[BaseException] = BaseException) -> Generator[None]:
     """Note on errors of the block what it works on, unless their messages name it.
 
     Many errors of libraries do not name the file. A note keeps an error's type and message. The command line prints the
     notes at the end of its line, and takes an error with a note for one with a message for users.
 
+    An `OSError` with a number gets the file's name, if it has none: errors of a full disk, a quota and a limit of file
+    sizes lack it. Other errors of this type have a message that names the file.
+
     Args:
         subject: The file, directory or Hub id.
         remedy: What the user can do, as a sentence.
+        only: The class of the errors.
     """
     try:
         yield
-    except BaseException as error:  # those of checkpoints in parts derive from `BaseException`
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            error.filename = str(subject)  # errors of a full disk, a quota and a limit of file sizes lack it
+    except only as error:  # the errors of checkpoints in parts derive from `BaseException`
+        if isinstance(error, OSError):
+            if error.errno is not None and error.filename is None:
+                error.filename = str(subject)
         elif str(subject) not in str(error):
-            error.add_note(f"(in {subject}){remedy and ' '}{remedy}")
+            error.add_note(f"(in {subject}){remedy and '. '}{remedy}")
         raise
 
 

@@ -21,9 +21,9 @@ def walk(assets, tmp_path_factory) -> dict:
 
 def test_each_json_file_of_a_source_is_parsed_once(walk):
     assert walk["code"] == 0
-    assert walk["parses"] == {"config.json": 1, "generation_config.json": 1, "tokenizer_config.json": 1}
+    assert walk["parses"]["config.json"] == 1 and max(walk["parses"].values()) == 1
 
 
 def test_a_reader_of_a_conversion_returns_to_few_files(walk):
     """Two rooms, without the models: the files in the order in which their functions are first called."""
-    assert walk["returns"] <= 24, walk["files"]
+    assert walk["returns"] <= 20, walk["files"]

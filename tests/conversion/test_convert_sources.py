@@ -69,7 +69,7 @@ def test_a_file_that_is_nested_too_deeply_is_named(source, refusal, name):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ('{"max_new_tokens": -1}', "`max_new_tokens` must be greater than 0, but is -1."),
+        ('{"max_new_tokens": -1}', "`max_new_tokens` must be greater than 0, but is -1"),
         ('{"top_k": 5, "max_new_tokens": "x"}', "TypeError: '<=' not supported between instances of 'str' and 'int'"),
         ('{"validate": 3}', "TypeError: 'int' object is not callable"),
         ("[1]", "TypeError: 'list' object is not a mapping"),
@@ -78,7 +78,7 @@ def test_a_file_that_is_nested_too_deeply_is_named(source, refusal, name):
 def test_settings_of_generation_that_cannot_be_read_are_named(source, refusal, settings, message):
     (source / "generation_config.json").write_text(settings)
     error = refusal()
-    assert f"(in {source / 'generation_config.json'}) Correct these settings there, or remove them." in error
+    assert f"(in {source / 'generation_config.json'}). Correct these settings there, or remove them." in error
     assert message in error and "unforeseen" not in error
 
 
@@ -86,7 +86,7 @@ def test_older_settings_of_generation_that_cannot_be_read_are_named(source, refu
     (source / "generation_config.json").unlink()
     change_json(source / "config.json", max_new_tokens=-1)
     error = refusal()
-    assert "`max_new_tokens` must be greater than 0, but is -1." in error and f"(in {source / 'config.json'})" in error
+    assert "`max_new_tokens` must be greater than 0, but is -1" in error and f"(in {source / 'config.json'})" in error
 
 
 def test_settings_of_generation_that_only_warn_are_copied(source, tmp_path):

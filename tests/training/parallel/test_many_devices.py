@@ -380,8 +380,8 @@ def test_a_process_that_hangs_ends_the_run_after_the_time_limit(single, argument
         assert ends[1].result().returncode == -signal.SIGKILL
     assert first.returncode == 1
     (line,) = [line for line in first.stderr.splitlines() if line.startswith("attnres: ")]
-    assert "process 0 has waited 20 seconds for the other processes: one of them hangs, or a step takes longer." in line
-    assert "Its neighbours in the pipeline: 1." in line and "`timeout` of the recipe's `pipeline`" in line
+    assert "process 0 has waited too long for the other processes: one of them hangs, or a step takes longer." in line
+    assert "`pipeline.timeout` of the recipe" in line
     assert not (outs[0] / "results.json").exists()
     parts = zip(*(json.loads((tmp_path / f"sizes-{rank}").read_text()) for rank in range(2)), strict=True)
     assert all(sizes[0] == sizes[1] and sum(is_absent) == 1 for sizes, is_absent in (zip(*both) for both in parts))
