@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import compat
 from .phases import group_size, two_phases_pay
-from .plain import is_plain_module, is_plain_rms_norm, is_unpatched, modules_are_called_plainly
+from .plain import Read, are_plain, is_plain_rms_norm
 
-# A connection, its key norm, and the module, usually a norm, that runs next, if there is one.
-Read = tuple[nn.Module, nn.Module, nn.Module | None]
 Sources = tuple[Tensor, ...]
 Phase = tuple[Tensor, ...] | None  # the result of phase 1, of one read or of all reads in a group
 Norm = tuple[Tensor, float] | None  # weight and epsilon
@@ -146,31 +143,6 @@ def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read
     return plan_class(reads, queries)
 
 
-def are_plain(reads: Sequence[Read]) -> bool:
-    """Return whether the connections and key norms of a pass compute what their classes define, and nothing observes.
-
-    Args:
-        reads: all reads of the pass.
-    """
-    if torch.compiler.is_compiling() or compat.why_operations_are_observed() is not None:
-        return False
-    if not reads or not modules_are_called_plainly():
-        return False
-    connection_class, key_norm_class = type(reads[0][0]), type(reads[0][1])
-    # A patched `write` may make another state, which the connection must read itself.
-    methods = (connection_class, "forward"), (connection_class, "write"), (key_norm_class, "forward")
-    if not all(is_unpatched(*method) for method in methods):
-        return False
-    return all(
-        type(connection) is connection_class
-        and type(key_norm) is key_norm_class
-        and "write" not in vars(connection)
-        and is_plain_module(connection)
-        and is_plain_module(key_norm)
-        for connection, key_norm, _ in reads
-    )
-
-
 def _plain_norm(norm: nn.Module) -> Norm:
     """Return weight and epsilon of a plain RMSNorm, or `None` for any other module."""
     weight = norm._parameters.get("weight")
@@ -184,4 +156,4 @@ def _stamp(source: Tensor) -> tuple:
     return source.data_ptr(), source.shape, None if source.is_inference() else source._version
 
 
-__all__ = ["InferencePlan", "Norm", "Phase", "Read", "Sources", "are_plain", "make_plan"]
+__all__ = ["InferencePlan", "Norm", "Phase", "Sources", "make_plan"]

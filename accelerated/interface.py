@@ -21,6 +21,7 @@ class Implementation:
     """One way to compute depth attention.
 
     Args:
+        device: type of the device of the tensors that it takes, `"cpu"` or `"cuda"`.
         run: `(query, sources, eps, is_sum, fuse_later_grads=False) -> (h, a, sources)`, differentiable. `query` is
             `[D]` in float32, `sources` are n >= 1 tensors `[..., D]` of one shape, `h` has their dtype, `a` is
             `[n, ...]` in float32. The returned sources equal those given. With `fuse_later_grads`, later reads must
@@ -35,6 +36,7 @@ class Implementation:
             other tensors. Without `needs_weights`, `a` is `None`.
     """
 
+    device: str
     run: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]
     supports: Callable[[Tensor, Sequence[Tensor]], str | None]
     pays: Callable[[Tensor, Sequence[Tensor]], bool]

@@ -5,7 +5,7 @@ The checks run before each forward pass, because hooks, adapters and patches may
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
 
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
+
+# A connection, its key norm, and the module, usually a norm, that runs next, if there is one.
+Read = tuple[nn.Module, nn.Module, nn.Module | None]
 
 
 def runs_forward_alone(module: nn.Module) -> bool:
@@ -55,6 +58,31 @@ def is_unpatched(module_class: type[nn.Module], name: str) -> bool:
     # An argument of the cached function, so that a patch of the method makes a new entry.
     method = getattr(module_class, name, None)
     return module_class.__call__ is nn.Module.__call__ and _is_of_its_file(module_class, name, method)
+
+
+def are_plain(reads: Sequence[Read]) -> bool:
+    """Return whether the connections and key norms of a pass compute what their classes define, and nothing observes.
+
+    Args:
+        reads: all reads of the pass.
+    """
+    if torch.compiler.is_compiling() or compat.why_operations_are_observed() is not None:
+        return False
+    if not reads or not modules_are_called_plainly():
+        return False
+    connection_class, key_norm_class = type(reads[0][0]), type(reads[0][1])
+    # A patched `write` may make another state, which the connection must read itself.
+    methods = (connection_class, "forward"), (connection_class, "write"), (key_norm_class, "forward")
+    if not all(is_unpatched(*method) for method in methods):
+        return False
+    return all(
+        type(connection) is connection_class
+        and type(key_norm) is key_norm_class
+        and "write" not in vars(connection)
+        and is_plain_module(connection)
+        and is_plain_module(key_norm)
+        for connection, key_norm, _ in reads
+    )
 
 
 @cache
@@ -108,4 +136,12 @@ def _equal(one: object, other: Tensor) -> bool:
     return isinstance(one, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
 
 
-__all__ = ["is_plain_module", "is_plain_rms_norm", "is_unpatched", "modules_are_called_plainly", "runs_forward_alone"]
+__all__ = [
+    "Read",
+    "are_plain",
+    "is_plain_module",
+    "is_plain_rms_norm",
+    "is_unpatched",
+    "modules_are_called_plainly",
+    "runs_forward_alone",
+]

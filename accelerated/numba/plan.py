@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..inference_plan import InferencePlan, Norm, Phase, Read, Sources
+from ..inference_plan import InferencePlan, Norm, Phase, Sources
 from ..phases import two_phases_pay
+from ..plain import Read
 from . import call, kernels
 from .support import pays, supports
 

@@ -1,4 +1,6 @@
-"""The direct path of a read: checks and allocations in C++, and launches without Triton's binder.
+"""The direct path of a read, never measured on a GPU: checks and allocations in C++, and launches without a binder.
+
+Until its tests have passed on a machine, `auto` does not take it (see `tested`).
 
 Where tensors are small, a GPU waits for its host (`python -m benchmarks --only host`). So all that depends on shapes
 alone is kept on a [`ReadSizes`], `host.cpp` does the rest of the host's work, and kernels that Triton has compiled are
@@ -23,7 +25,7 @@ from ..autograd import (
     rms_norm_in_operations,
 )
 from ..compat import are_backward_passes_compiled, is_in_backward_pass, why_operations_are_observed
-from ..inference_plan import Read
+from ..plain import Read
 from ..tensors import packed
 from ..training_plan import TrainingPlan, make_training_plan
 from . import host, implementation, launch

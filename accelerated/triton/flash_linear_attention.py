@@ -113,7 +113,7 @@ def _arguments(query: Tensor, sources: Sequence[Tensor], eps: float) -> dict:
 
 
 IMPLEMENTATION = Implementation(
-    run=differentiable(_forward, _backward), supports=supports, pays=lambda query, sources: False
+    device="cuda", run=differentiable(_forward, _backward), supports=supports, pays=lambda query, sources: False
 )
 
 __all__ = ["ARGUMENTS", "IMPLEMENTATION", "NAME", "operation", "supports"]

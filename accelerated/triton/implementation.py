@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..autograd import BackwardRequest, Gradients, differentiable
 from ..compat import why_operations_are_observed
-from ..inference_plan import InferencePlan, Read, make_plan
+from ..inference_plan import InferencePlan, make_plan
+from ..plain import Read
 from ..tensors import PLAIN, packed
 from . import launch
 from .plan import GpuPlan
