@@ -60,7 +60,10 @@ class ModelSource:
         from .checkpoint import find
 
         if self.is_named:
-            raise FileNotFoundError(f"{self.name} is a named configuration, which has no weights.")
+            raise FileNotFoundError(
+                f"{self.name} is a named configuration, which has no weights. For a folder of that name, write "
+                f"./{self.name}."
+            )
         return find(self.name, self.revision)
 
     def check(self, *, needs_weights: bool = False, is_tokenizer: bool = False) -> None:
@@ -99,21 +102,30 @@ class ModelSource:
 
         from attnres.configuration import load
 
-        from .whole import check_source_sizes
-
+        if not self.is_named:
+            self.check_files()
         try:
             if self.is_named:
                 return load(self.name, **fields)
-            check_source_sizes(self.name, self.revision)
             options = {"revision": self.revision, "trust_remote_code": trust_remote_code}
             return AutoConfig.from_pretrained(self.name, **options, **fields)
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            subject = (
-                f"`config` does not fit {self.name}" if fields else f"the configuration of {self.name} is unusable"
-            )
-            raise ValueError(f"{subject}: {error}") from error
         except OSError as error:
             raise self._missing("model", error) from error
+        except (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError, ValueError) as error:
+            subject = f"`config` does not fit {self.name}" if fields else f"the configuration of {self.name} is wrong"
+            raise ValueError(f"{subject} ({type(error).__name__}): {' '.join(str(error).split())}") from error
+
+    def check_files(self) -> None:
+        """Compare the numbers in the configuration with the headers of the weights, as [`check_source_sizes`] does.
+
+        `transformers` makes lists of the lengths given there, also for the tokenizer.
+
+        Raises:
+            OSError, ValueError: A file is missing or damaged, or a number does not fit the weights.
+        """
+        from .whole import check_source_sizes
+
+        check_source_sizes(self.name, self.revision)
 
     def tokenizer(self, remedy: str = "", trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that is with the model.

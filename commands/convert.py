@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from attnres import ResidualConfig
-from attnres.checkpoints.checkpoint import broken_index, find
+from attnres.checkpoints.checkpoint import broken_index
 from attnres.checkpoints.side_files import TOKENIZER_FILES
+from attnres.checkpoints.source import ModelSource
 from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.convert import write
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
@@ -65,7 +66,7 @@ def run_convert(
             tensor or value.
     """
     console = Console(soft_wrap=True, highlight=False)
-    folder = find(source, revision)
+    folder = ModelSource(source, revision).folder
     check_apart(folder, target, source)
     texts = PROMPTS if text is None else [_read_text(text)]
     with atomic_directory(target, WRITTEN_MODEL, overwrite=overwrite) as stage:

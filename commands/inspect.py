@@ -7,18 +7,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.analysis.inspection import inspect_model
 from attnres.analysis.report import PAGE, fill, report_directory
 from attnres.analysis.text import language_reference, read_text
-from attnres.checkpoints.tokenizers import load_tokenizer
-from attnres.checkpoints.whole import check_before_loading, check_source_sizes, check_whole
-from attnres.loading_attnres import check_shapes, explain_broken_shard
+from attnres.checkpoints.source import ModelSource
+from attnres.loading_attnres import explain_broken_shard
 from attnres.utils.progress import ProgressBar, print_line
 from attnres.utils.quiet import quiet_transformers
-
-from .one_line import explanation, in_one_line
 
 
 @dataclass(frozen=True)
@@ -48,31 +45,15 @@ class InspectedSource:
             OSError: A file cannot be read.
             ValueError: The model or its tokenizer is missing, incomplete or damaged, or the device does not exist.
         """
-        shared = {"trust_remote_code": self.trust_remote_code}
-        check_source_sizes(self.name, self.revision)
-        with in_one_line(self.name, "configuration"):
-            AutoConfig.from_pretrained(self.name, revision=self.revision, **shared)
+        source, code = ModelSource(self.name, self.revision), self.trust_remote_code
+        source.config(code)
         # The tokenizer is loaded before the model, since it takes less time to fail.
-        name = self.tokenizer or self.name
-        remedy = "" if self.tokenizer else "name one by --tokenizer"
-        try:
-            revision = None if self.tokenizer else self.revision
-            tokenizer = load_tokenizer(name, remedy=remedy, revision=revision, **shared)
-        except OSError as error:
-            raise ValueError(explanation(name, "tokenizer", error)) from error
-        options = {"dtype": self.dtype, "device_map": self._device()}
-        check_before_loading(AutoModelForCausalLM, self.name, revision=self.revision, **options, **shared)
-        with in_one_line(self.name, "model"), explain_broken_shard(self.name):
-            model, info = AutoModelForCausalLM.from_pretrained(
-                self.name,
-                revision=self.revision,
-                **options,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that `check_shapes` can name the tensors in one line
-                **shared,
-            )
-            check_shapes(info["mismatched_keys"], self.name)
-        check_whole(model, info["missing_keys"], self.name)
+        if self.tokenizer is None:
+            tokenizer = source.tokenizer("name one by --tokenizer", code)
+        else:
+            tokenizer = ModelSource(self.tokenizer).tokenizer(trust_remote_code=code)
+        with explain_broken_shard(self.name):
+            model = source.build(dtype=self.dtype, device_map=self._device(), trust_remote_code=code)
         return model, tokenizer
 
     def _device(self) -> str:

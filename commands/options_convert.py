@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from attnres.checkpoints.source import ModelSource
 from attnres.utils.declared import declared_connections
 from attnres.utils.files import check_space
-from attnres.utils.hub import check_source
 from attnres.utils.model_files import WRITTEN_MODEL, weight_bytes
 from attnres.utils.wording import did_you_mean
 
@@ -120,7 +120,7 @@ def convert(
     is_given = "residual" in given_options(context)
     fields = read_fields(settings or (), residual)
     refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_given, bool(fields))
-    check_source(source)
+    ModelSource(source).check(needs_weights=True)
     if overwrite and Path(source).is_dir():
         check_apart(Path(source), target, source)
     check_out(target, WRITTEN_MODEL, overwrite, "DST")
