@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 COMMIT = "commit "  # the beginning of the identity of a model on the Hub
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # fields of a configuration
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,9 @@ class ModelSource:
     def build(self, load: "Callable[..., PreTrainedModel] | None" = None, **options: Any) -> "PreTrainedModel":
         """Make the causal language model: with random weights from a named configuration, else with its own weights.
 
+        Special tokens among the fields of the configuration also hold for generation. If code that came with the model
+        is not run, the model does not refer to it, so it can be saved.
+
         Args:
             load: A function of the folder or Hub id and of `options`, which loads the model. By default
                 [`attnres.checkpoints.whole.load_whole`] by `AutoModelForCausalLM`.
@@ -162,6 +166,7 @@ class ModelSource:
         """
         from transformers import AutoModelForCausalLM
 
+        from .source_code import CODE_FIELDS
         from .whole import load_whole
 
         if self.is_named:
@@ -171,9 +176,16 @@ class ModelSource:
         if self.revision is not None:
             options["revision"] = self.revision
         try:
-            return load_whole(AutoModelForCausalLM, name, **options) if load is None else load(name, **options)
+            model = load_whole(AutoModelForCausalLM, name, **options) if load is None else load(name, **options)
         except TypeError as error:  # the model's constructor gets each key that is not a field of its configuration
             raise ValueError(f"`config` does not fit {self.name}: {error}") from error
+        # The file of settings of generation has its own special tokens, by which `generate` ends a text.
+        if model.generation_config is not None:
+            special = {field: options[field] for field in SPECIAL_TOKENS if field in options}
+            vars(model.generation_config).update(special)
+        for field in () if options.get("trust_remote_code") else CODE_FIELDS:
+            vars(model.config).pop(field, None)
+        return model
 
     def identity(self) -> str | None:
         """Return a text that changes with the files of the model: by the commit on the Hub, or by sizes and times.
@@ -201,4 +213,4 @@ class ModelSource:
         )
 
 
-__all__ = ["COMMIT", "ModelSource"]
+__all__ = ["COMMIT", "SPECIAL_TOKENS", "ModelSource"]

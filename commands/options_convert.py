@@ -169,7 +169,7 @@ def read_fields(settings: Collection[str], residual: str) -> dict[str, object]:
     Raises:
         typer.BadParameter: A text does not have this form, a field is given twice, or the connection has no such field.
     """
-    from attnres.training.recipe import read_yaml
+    from attnres.utils.yaml_files import parse_yaml
 
     fields = {}
     for setting in settings:
@@ -177,7 +177,7 @@ def read_fields(settings: Collection[str], residual: str) -> dict[str, object]:
         if not (name and equals and value.strip()) or name in fields:
             raise typer.BadParameter(f"--set {setting}: give FIELD=VALUE, each field once.")
         try:
-            fields[name] = read_yaml(value, setting)
+            fields[name] = parse_yaml(value, setting)
         except ValueError:
             raise typer.BadParameter(f"--set {setting[:100]}: the value is no YAML.") from None
     known = declared_connections()[residual].fields if fields else ()
