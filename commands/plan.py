@@ -36,10 +36,10 @@ def run_plan(
     make_job: Callable[[int | None], Job],
     device: Device,
     *,
-    shown: int = 8,
-    runnable: bool = False,
-    as_json: bool = False,
-    revision: str | None = None,
+    shown: int,
+    runnable: bool,
+    as_json: bool,
+    revision: str | None,
 ) -> None:
     """Print the layouts of a job that fit.
 

@@ -143,20 +143,21 @@ class DemoText:
 
 def run_demo(
     out: Path,
-    minutes: float = 4.0,
-    checkpoint: str | None = None,
-    text: Path | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
+    *,
+    minutes: float,
+    checkpoint: str | None,
+    text: Path | None,
+    seed: int,
+    overwrite: bool,
 ) -> dict[str, Any]:
     """Run the demo and write the model, figures, sample and `results.json` to a directory.
 
     Args:
         out: The directory.
         minutes: The time to aim at, on two idle CPU cores.
-        checkpoint: A directory or Hub id of a standard model to retrofit and train further. By default, models are
-            trained from scratch.
-        text: A file of text. By default the sources of the Python installation.
+        checkpoint: A directory or Hub id of a standard model to retrofit and train further; `None` for models
+            from scratch.
+        text: A file of text; `None` for the sources of the Python installation.
         seed: The first of [`SEEDS`] seeds.
         overwrite: Whether to replace `out` if it holds an earlier demo and nothing else.
 
