@@ -32,9 +32,9 @@ def run_plan(
     make_job: Callable[[int | None], Job],
     device: Device,
     *,
-    shown: int = 8,
-    runnable: bool = False,
-    as_json: bool = False,
+    shown: int,
+    runnable: bool,
+    as_json: bool,
 ) -> None:
     """Print the layouts of a job that fit.
 
