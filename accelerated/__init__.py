@@ -7,25 +7,30 @@ they pay. This folder is installed and never travels with weights. It imports no
 `numba` and `triton` at their first use only.
 """
 
-from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from . import numba, registration, triton
 from .inference_plan import InferencePlan
-from .interface import INTERFACE, Implementation
+from .interface import INTERFACE, Decoder, Implementation
 from .numba.activation import situ, situ_grads
 from .training_plan import TrainingPlan
+
+if TYPE_CHECKING:
+    from transformers.utils.generic import GeneralInterface
+
+    from .interface import DeltaAttention
 
 IMPLEMENTATIONS: dict[str, Implementation] = {"numba": numba.IMPLEMENTATION, **triton.IMPLEMENTATIONS}
 
 
-def register(interface: MutableMapping) -> None:
+def register(interface: "GeneralInterface") -> None:
     """Add all implementations, and an `auto` that chooses among them, to the models' mapping `DEPTH_ATTENTION`."""
     registration.register(interface, IMPLEMENTATIONS, IMPLEMENTATIONS["triton"].direct)
 
 
-def inference_plan(model: nn.Module, connection: type[nn.Module], key_norm: type[nn.Module]) -> InferencePlan | None:
+def inference_plan(model: Decoder, connection: type[nn.Module], key_norm: type[nn.Module]) -> InferencePlan | None:
     """Make a plan that reads in place of a decoder's connections in a pass without gradients.
 
     Args:
@@ -39,7 +44,7 @@ def inference_plan(model: nn.Module, connection: type[nn.Module], key_norm: type
     return registration.inference_plan(model, IMPLEMENTATIONS, (connection, key_norm))
 
 
-def training_plan(model: nn.Module, connection: type[nn.Module], key_norm: type[nn.Module]) -> TrainingPlan | None:
+def training_plan(model: Decoder, connection: type[nn.Module], key_norm: type[nn.Module]) -> TrainingPlan | None:
     """Make a plan that reads in place of a decoder's connections in a pass with gradients, as [`inference_plan`].
 
     It computes each read together with the norm that follows.
@@ -55,7 +60,7 @@ def training_plan(model: nn.Module, connection: type[nn.Module], key_norm: type[
     return registration.training_plan(model, IMPLEMENTATIONS, (connection, key_norm))
 
 
-def accelerate_delta_attention(attention: nn.Module) -> None:
+def accelerate_delta_attention(attention: "DeltaAttention") -> None:
     """Replace functions of a delta attention layer by ones that are faster without a GPU kernel; its weights stay.
 
     Args:

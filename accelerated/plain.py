@@ -61,7 +61,7 @@ def is_unpatched(module_class: type[nn.Module], name: str) -> bool:
 def _is_of_its_file(module_class: type, name: str, method: Callable | None) -> bool:
     """Return whether a method was written under its name in the file of the class that has it, without a wrapper."""
     owner = next((c for c in module_class.__mro__ if name in vars(c) and vars(c)[name] is method), None)
-    if owner is None or hasattr(method, "__wrapped__") or not hasattr(method, "__code__"):
+    if owner is None or method is None or hasattr(method, "__wrapped__") or not hasattr(method, "__code__"):
         return False
     file = getattr(sys.modules.get(owner.__module__), "__file__", None)
     return method.__code__.co_filename == file and method.__qualname__ == f"{owner.__qualname__}.{name}"

@@ -1,20 +1,23 @@
 """Register the implementations with the models, by name and as `auto`, and make their inference plans."""
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from .compat import is_compiled
 from .inference_plan import InferencePlan
-from .interface import Implementation
+from .interface import Decoder, Implementation
 from .training_plan import TrainingPlan
+
+if TYPE_CHECKING:
+    from transformers.utils.generic import GeneralInterface
 
 Attended = tuple[Tensor, Tensor, Sequence[Tensor]]  # `h`, `a` and the sources, see `Implementation.run`
 
 
 def register(
-    interface: MutableMapping, implementations: Mapping[str, Implementation], direct_of_auto: Callable | None = None
+    interface: "GeneralInterface", implementations: Mapping[str, Implementation], direct_of_auto: Callable | None = None
 ) -> None:
     """Add implementations to the models' interface, and an `auto` that chooses among them by device and shape.
 
@@ -35,7 +38,7 @@ def register(
         return eager(query, sources, eps, is_sum)
 
     # Models look for this attribute of the function that they call. Models of an earlier version do without it.
-    auto.direct = direct_of_auto
+    auto.direct = direct_of_auto  # pyrefly: ignore[missing-attribute]  # any function takes attributes
     for name, implementation in implementations.items():
         interface.register(name, _by_name(name, implementation))
     interface.register("auto", auto)
@@ -52,12 +55,12 @@ def _by_name(name: str, implementation: Implementation) -> Any:
             raise ValueError(f"the depth attention {name!r} cannot run here: {reason}. Choose 'auto' or 'eager'.")
         return implementation.run(query, sources, eps, is_sum, fuse_later_grads)
 
-    run.direct = implementation.direct
+    run.direct = implementation.direct  # pyrefly: ignore[missing-attribute]  # as `auto.direct`
     return run
 
 
 def inference_plan(
-    model: nn.Module, implementations: Mapping[str, Implementation], classes: tuple[type[nn.Module], type[nn.Module]]
+    model: Decoder, implementations: Mapping[str, Implementation], classes: tuple[type[nn.Module], type[nn.Module]]
 ) -> InferencePlan | None:
     """Make a plan by the first implementation that can; see [`attnres.accelerated.inference_plan`].
 
@@ -71,7 +74,7 @@ def inference_plan(
 
 
 def training_plan(
-    model: nn.Module, implementations: Mapping[str, Implementation], classes: tuple[type[nn.Module], type[nn.Module]]
+    model: Decoder, implementations: Mapping[str, Implementation], classes: tuple[type[nn.Module], type[nn.Module]]
 ) -> TrainingPlan | None:
     """Make a plan by the first implementation that can; see [`attnres.accelerated.training_plan`].
 
@@ -81,12 +84,12 @@ def training_plan(
     return _plan(model, classes, [make_plan for make_plan in make_plans if make_plan is not None])
 
 
-def _candidates(model: nn.Module, implementations: Mapping[str, Implementation]) -> list[Implementation]:
+def _candidates(model: Decoder, implementations: Mapping[str, Implementation]) -> list[Implementation]:
     name = model.config.depth_attention_implementation
     return [*implementations.values()] if name == "auto" else [*filter(None, [implementations.get(name)])]
 
 
-def _plan(model: nn.Module, classes: tuple[type[nn.Module], type[nn.Module]], make_plans: Sequence[Callable]) -> Any:
+def _plan(model: Decoder, classes: tuple[type[nn.Module], type[nn.Module]], make_plans: Sequence[Callable]) -> Any:
     """Return the first plan that one of the functions makes of the model's reads, or `None`."""
     # A layer that is wrapped or compiled may not call its connections in the order of a plan.
     if not make_plans or any("sublayers" not in vars(layer) or is_compiled(layer) for layer in model.layers):

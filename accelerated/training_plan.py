@@ -5,13 +5,17 @@ once per pass. Each read then looks up its tensors, because engines may replace 
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .autograd import FollowingNorm
 from .inference_plan import Read, Sources, are_plain
 from .plain import is_plain_rms_norm
+
+if TYPE_CHECKING:
+    from .interface import Connection
 
 # Dtypes of sources for which a norm must compute what the kernels do.
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -33,7 +37,7 @@ class TrainingPlan:
             for connection, key_norm, norm in reads
         }
 
-    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
+    def read(self, connection: "Connection", state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
         """Compute the input of a sublayer, or of the output.
 
         Args:
@@ -45,8 +49,9 @@ class TrainingPlan:
             for the next read.
         """
         key_norm, norm = self._modules[id(connection)]
-        if norm is not None and not torch.compiler.is_compiling():
-            following = FollowingNorm(norm._parameters["weight"], norm.variance_epsilon)
+        weight = None if norm is None else norm._parameters["weight"]
+        if norm is not None and weight is not None and not torch.compiler.is_compiling():
+            following = FollowingNorm(weight, vars(norm)["variance_epsilon"])
             attended = self._attend(
                 connection._parameters["weight"],
                 state if isinstance(state, tuple) else (state,),
