@@ -7,7 +7,7 @@ never travels with weights. It imports no other part of `attnres`, and imports `
 only.
 """
 
-from torch import nn
+from typing import TYPE_CHECKING
 
 from .inference_plan import InferencePlan
 from .interface import INTERFACE, Implementation
@@ -15,8 +15,11 @@ from .numba.activation import situ, situ_grads
 from .registration import IMPLEMENTATIONS, inference_plan, register, training_plan
 from .training_plan import TrainingPlan
 
+if TYPE_CHECKING:
+    from .interface import DeltaAttention
 
-def accelerate_delta_attention(attention: nn.Module) -> None:
+
+def accelerate_delta_attention(attention: "DeltaAttention") -> None:
     """Replace functions of a delta attention layer by ones that are faster without a GPU kernel; its weights stay.
 
     Args:

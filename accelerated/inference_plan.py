@@ -8,13 +8,16 @@ a plan, a read checks its sources only.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .phases import group_size, two_phases_pay
 from .plain import Read, are_plain, is_plain_rms_norm
+
+if TYPE_CHECKING:
+    from .interface import Connection
 
 Sources = tuple[Tensor, ...]
 Phase = tuple[Tensor, ...] | None  # the result of phase 1, of one read or of all reads in a group
@@ -41,7 +44,7 @@ class InferencePlan:
         self._stamps: list[tuple] = []
         self._phase: Phase = None
 
-    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
+    def read(self, connection: "Connection", state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
         """Compute the input of a sublayer, or of the output.
 
         Args:
@@ -72,7 +75,7 @@ class InferencePlan:
             a is b and stamp == _stamp(b) for a, b, stamp in zip(self._phase_sources, sources, self._stamps)
         )
 
-    def _begin_group(self, start: int, connection: nn.Module, sources: Sources, prepared: Any) -> None:
+    def _begin_group(self, start: int, connection: "Connection", sources: Sources, prepared: Any) -> None:
         """Begin a group at the read of position `start`. Run phase 1 if it pays; else the group is this read alone."""
         # Within a block the last source is a sum that still grows, so a group begins at the border of a block.
         is_boundary = connection.sublayer % connection.block_size == 0
@@ -148,7 +151,7 @@ def _plain_norm(norm: nn.Module) -> Norm:
     weight = norm._parameters.get("weight")
     if type(weight) is not nn.Parameter or not is_plain_rms_norm(norm, weight.dtype):
         return None
-    return weight, norm.variance_epsilon
+    return weight, vars(norm)["variance_epsilon"]
 
 
 def _stamp(source: Tensor) -> tuple:

@@ -8,12 +8,40 @@ older or newer than this package. It has an `INTERFACE` too, and runs in plain P
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 # Increase it whenever a signature below changes, or one of the functions in `__init__.py`, which the models call.
 INTERFACE = 4
+
+
+class Decoder(Protocol):
+    """What a plan reads of a decoder."""
+
+    config: Any
+    layers: Any  # the decoder layers in order, each with its `sublayers`
+    _modules: Any
+
+
+if TYPE_CHECKING:
+
+    class Connection(nn.Module):
+        """What a plan reads of a connection. The models' class is not imported here."""
+
+        weight: nn.Parameter
+        eps: float
+        scale: str
+        block_size: int
+        sublayer: int
+
+    class DeltaAttention(nn.Module):
+        """A layer of the models' class for delta attention, whose functions are attributes."""
+
+        chunk: Callable[..., tuple[Tensor, Tensor | None]]
+        step: Callable[..., tuple[Tensor, Tensor | None]]
+        convolve: Callable[..., Tensor]
+        convolve_step: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,18 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from . import compat
 
+if TYPE_CHECKING:
+    from .interface import Connection
+
 # A connection, its key norm, and the module, usually a norm, that runs next, if there is one.
-Read = tuple[nn.Module, nn.Module, nn.Module | None]
+Read = tuple["Connection", nn.Module, nn.Module | None]
 
 
 def runs_forward_alone(module: nn.Module) -> bool:
@@ -89,7 +93,7 @@ def are_plain(reads: Sequence[Read]) -> bool:
 def _is_of_its_file(module_class: type, name: str, method: Callable | None) -> bool:
     """Return whether a method was written under its name in the file of the class that has it, without a wrapper."""
     owner = next((c for c in module_class.__mro__ if name in vars(c) and vars(c)[name] is method), None)
-    if owner is None or hasattr(method, "__wrapped__") or not hasattr(method, "__code__"):
+    if owner is None or method is None or hasattr(method, "__wrapped__") or not hasattr(method, "__code__"):
         return False
     file = getattr(sys.modules.get(owner.__module__), "__file__", None)
     return method.__code__.co_filename == file and method.__qualname__ == f"{owner.__qualname__}.{name}"

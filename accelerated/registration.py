@@ -3,16 +3,19 @@
 To add one, add it to `IMPLEMENTATIONS`.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from . import numba, triton
 from .compat import is_compiled
 from .inference_plan import InferencePlan
-from .interface import Implementation
+from .interface import Decoder, Implementation
 from .training_plan import TrainingPlan
+
+if TYPE_CHECKING:
+    from transformers.utils.generic import GeneralInterface
 
 Attended = tuple[Tensor, Tensor, Sequence[Tensor]]  # `h`, `a` and the sources, see `Implementation.run`
 IMPLEMENTATIONS: dict[str, Implementation] = {"numba": numba.IMPLEMENTATION, **triton.IMPLEMENTATIONS}
@@ -20,7 +23,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {"numba": numba.IMPLEMENTATION, **t
 OF_AUTO = {implementation.device: implementation for implementation in (numba.IMPLEMENTATION, triton.OF_AUTO)}
 
 
-def register(interface: MutableMapping) -> None:
+def register(interface: "GeneralInterface") -> None:
     """Add all implementations, and an `auto` that chooses among them by device and shape.
 
     Args:
@@ -37,7 +40,7 @@ def register(interface: MutableMapping) -> None:
         return eager(query, sources, eps, is_sum)
 
     # Models look for this attribute of the function that they call. Models of an earlier version do without it.
-    auto.direct = triton.OF_AUTO.direct
+    auto.direct = triton.OF_AUTO.direct  # pyrefly: ignore[missing-attribute]  # any function takes attributes
     for name, implementation in IMPLEMENTATIONS.items():
         interface.register(name, _by_name(name, implementation))
     interface.register("auto", auto)
@@ -54,11 +57,11 @@ def _by_name(name: str, implementation: Implementation) -> Any:
             raise ValueError(f"the depth attention {name!r} cannot run here: {reason}. Choose 'auto' or 'eager'.")
         return implementation.run(query, sources, eps, is_sum, fuse_later_grads)
 
-    run.direct = implementation.direct
+    run.direct = implementation.direct  # pyrefly: ignore[missing-attribute]  # as `auto.direct`
     return run
 
 
-def inference_plan(model: nn.Module, connection: type[nn.Module], key_norm: type[nn.Module]) -> InferencePlan | None:
+def inference_plan(model: Decoder, connection: type[nn.Module], key_norm: type[nn.Module]) -> InferencePlan | None:
     """Make a plan that reads in place of a decoder's connections in a pass without gradients.
 
     Args:
@@ -73,7 +76,7 @@ def inference_plan(model: nn.Module, connection: type[nn.Module], key_norm: type
     return None if implementation is None else _plan(model, (connection, key_norm), implementation.inference_plan)
 
 
-def training_plan(model: nn.Module, connection: type[nn.Module], key_norm: type[nn.Module]) -> TrainingPlan | None:
+def training_plan(model: Decoder, connection: type[nn.Module], key_norm: type[nn.Module]) -> TrainingPlan | None:
     """Make a plan that reads in place of a decoder's connections in a pass with gradients, as [`inference_plan`].
 
     It computes each read together with the norm that follows.
@@ -82,7 +85,7 @@ def training_plan(model: nn.Module, connection: type[nn.Module], key_norm: type[
     return None if implementation is None else _plan(model, (connection, key_norm), implementation.training_plan)
 
 
-def _implementation_for(model: nn.Module) -> Implementation | None:
+def _implementation_for(model: Decoder) -> Implementation | None:
     """Return the implementation that the configuration of a decoder names, or `None` for PyTorch's operations."""
     name = model.config.depth_attention_implementation
     if name != "auto":
@@ -91,7 +94,7 @@ def _implementation_for(model: nn.Module) -> Implementation | None:
     return OF_AUTO.get(next((parameter.device.type for parameter in connection.parameters()), ""))
 
 
-def _plan(model: nn.Module, classes: tuple[type[nn.Module], type[nn.Module]], make_plan: Callable | None) -> Any:
+def _plan(model: Decoder, classes: tuple[type[nn.Module], type[nn.Module]], make_plan: Callable | None) -> Any:
     """Return the plan that a function makes of the model's reads, or `None`."""
     # A layer that is wrapped or compiled may not call its connections in the order of a plan.
     if make_plan is None or any("sublayers" not in vars(layer) or is_compiled(layer) for layer in model.layers):

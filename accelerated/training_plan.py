@@ -5,12 +5,16 @@ once per pass. Each read then looks up its tensors, because engines may replace 
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .autograd import FollowingNorm
 from .plain import Read, are_plain, is_plain_rms_norm
+
+if TYPE_CHECKING:
+    from .interface import Connection
 
 Sources = tuple[Tensor, ...]
 # Dtypes of sources for which a norm must compute what the kernels do.
@@ -33,7 +37,7 @@ class TrainingPlan:
             for connection, key_norm, norm in reads
         }
 
-    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
+    def read(self, connection: "Connection", state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
         """Compute the input of a sublayer, or of the output.
 
         Args:
@@ -45,8 +49,9 @@ class TrainingPlan:
             for the next read.
         """
         key_norm, norm = self._modules[id(connection)]
-        if not torch.compiler.is_compiling():
-            following = None if norm is None else FollowingNorm(norm._parameters["weight"], norm.variance_epsilon)
+        weight = None if norm is None else norm._parameters["weight"]
+        if norm is not None and weight is not None and not torch.compiler.is_compiling():
+            following = FollowingNorm(weight, vars(norm)["variance_epsilon"])
             attended = self._attend(
                 connection._parameters["weight"],
                 state if isinstance(state, tuple) else (state,),

@@ -7,7 +7,7 @@ lists the tasks without one, `run_jobs` evaluates a model on these, and `collect
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -126,7 +126,8 @@ def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed:
 
 def _work(task: Task, limit: int | None) -> float:
     """Estimate the cost of a task, in the unit of `EvalJob.work`."""
-    num_items = min(len(task.task_docs), limit or len(task.task_docs)) * task.config.repeats
+    whole = len(task.task_docs)  # pyrefly: ignore[missing-attribute]  # every task of a file has it
+    num_items = min(whole, limit or whole) * task.config.repeats
     if task.OUTPUT_TYPE != "generate_until":
         return num_items
     return num_items * (1 + answer_tokens(task.config.generation_kwargs) / TOKENS_LIKE_A_CHOICE)
@@ -217,7 +218,7 @@ def _evaluate(lm: SharedPrefixLM, job: EvalJob, limit: int | None, seed: int) ->
 
 def _count_requests(task: Task) -> int:
     """Return the number of requests that the model receives for a task. The harness clones one for each repeat."""
-    return sum(request.repeats for request in task.instances)
+    return sum(request.repeats or 1 for request in task.instances)
 
 
 def prepare(task: Task, seed: int) -> None:
@@ -234,13 +235,14 @@ def prepare(task: Task, seed: int) -> None:
 
 
 @contextmanager
-def _quiet_harness() -> Iterator[None]:
+def _quiet_harness() -> Generator[None]:
     """Suppress the harness's log lines and its bar for each task. The command draws one bar for the whole run."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
     # `Task.build_all_requests` always draws a bar: it has no argument against that, and tqdm reads the environment
     # variable TQDM_DISABLE only at import.
+    # pyrefly: ignore[bad-assignment]  # the harness only calls it
     lm_eval.api.task.tqdm = partial(tqdm, disable=True)
     try:
         yield

@@ -122,7 +122,7 @@ class _Read(torch.autograd.Function):
             None,
             (grad_folded * key_norm_weight).to(query.dtype).view_as(query) if needs_query else None,
             (grad_folded * query.view(-1)).to(key_norm_weight.dtype) if needs_key_norm else None,
-            grad_norm.to(norm_weight.dtype) if needs_norm else None,
+            grad_norm.to(norm_weight.dtype) if needs_norm and grad_norm is not None else None,
             *grad_sources,
         )
 

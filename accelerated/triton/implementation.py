@@ -46,8 +46,8 @@ def _trial(device: torch.device) -> str | None:
     """Run each kernel for inference once; return why they do not run, or `None` if their results are right."""
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU"
-    if isinstance(launch.kernels(), str):
-        return launch.kernels()
+    if (reason := launch.why_no_kernels()) is not None:
+        return reason
     try:
         ones = torch.ones(2, 5, dtype=torch.float32, device=device)
         result, *_ = launch.forward(ones[0], [ones, ones], 1e-6, True)

@@ -31,7 +31,7 @@ def test_without_a_gpu_the_reason_is_the_device():
 
 def test_without_triton_the_reason_is_its_absence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch, "kernels", lambda: "Triton is not installed")
+    monkeypatch.setattr(launch, "why_no_kernels", lambda: "Triton is not installed")
     assert implementation.why_not_on(torch.device("cuda", 99), 8) == "Triton is not installed"
 
 
