@@ -163,7 +163,7 @@ def main() -> None:
         for model_name, config in configurations():
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config).eval()
-            arguments = {"tokenizer": tokenizer, "batch_size": options.batch_size, "backend": "causal"}
+            arguments = {"tokenizer": tokenizer, "batch_size": options.batch_size}
             comparison = compare(
                 {
                     "shared prefixes": SharedPrefixLM(model, **arguments),
