@@ -168,20 +168,20 @@ class LanguageModel(TemplateLM):
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             adds = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
             tokenizer = AutoTokenizer.from_pretrained(tokenizer or name, **hub, **adds)
-        check_special_tokens(tokenizer, tokenizer.name_or_path or "the model")
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.tokenizer: Any = tokenizer
+        check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model")
         if isinstance(pretrained, str):
             loading.setdefault("device_map", "auto" if parallelize else {"": str(self._device)})
             model = load_whole(AutoModelForCausalLM, pretrained, dtype=get_dtype(dtype), **hub, **loading)
         else:
             model = pretrained
         self.config = model.config
-        self.model: PreTrainedModel = (model if peft is None else self._adapted(model, peft)).eval()
+        self.model: Any = (model if peft is None else self._adapted(model, peft)).eval()
         self.revision = revision
-        self.softmax_dtype = get_dtype(softmax_dtype or torch.promote_types(self.model.dtype, torch.float32))
-        self.mixed_precision_dtype = mixed_precision_dtype and get_dtype(mixed_precision_dtype)
+        self.softmax_dtype: Any = get_dtype(softmax_dtype or torch.promote_types(self.model.dtype, torch.float32))
+        self.mixed_precision_dtype: Any = mixed_precision_dtype and get_dtype(mixed_precision_dtype)
         self.batch_size = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
-        self.max_length = max_length or resolve_max_length(self.config, tokenizer)
+        self.max_length = max_length or resolve_max_length(self.config, self.tokenizer)
         self.logits_cache = logits_cache
         self.add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
@@ -189,7 +189,7 @@ class LanguageModel(TemplateLM):
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.chat_template_args = {**(chat_template_args or {}), **thinking}
         # An id may come as text from a command line.
-        self.think_end_token = int(think_end_token) if str(think_end_token).isdigit() else think_end_token
+        self.think_end_token = int(str(think_end_token)) if str(think_end_token).isdigit() else think_end_token
         self.progress = progress
         self.cut_requests = 0
 
@@ -242,7 +242,7 @@ class LanguageModel(TemplateLM):
     # --- Tokens ----------------------------------------------------------------------------------------------------
 
     @property
-    def eot_token_id(self) -> int | None:
+    def eot_token_id(self) -> int:
         """The token that ends a text."""
         return self.tokenizer.eos_token_id
 
@@ -328,7 +328,7 @@ class LanguageModel(TemplateLM):
         """
         if self.enable_thinking:
             raise ValueError("`enable_thinking` is for tasks that generate answers; this one scores given ones.")
-        pairs = [request.args for request in requests]
+        pairs: list[Any] = [request.args for request in requests]
         encoded = [(pair, *self._encode_pair(*pair)) for pair in pairs]
         return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
@@ -442,13 +442,14 @@ class LanguageModel(TemplateLM):
         """
         check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model", generates=True)
         texts: dict[int, str] = {}
+        asked: list[Any] = [request.args for request in requests]  # prompts and their generation arguments
         groups: dict[str, list[int]] = {}  # a batch has one set of generation arguments
-        for index, request in enumerate(requests):
-            groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
-        whole = [self.tok_encode(request.args[0]) for request in requests]
+        for index, (_, arguments) in enumerate(asked):
+            groups.setdefault(repr(sorted(arguments.items())), []).append(index)
+        whole = [self.tok_encode(prompt) for prompt, _ in asked]
         check_token_ids(chain.from_iterable(whole), self.model, "a question")
         # The answer is reserved first. A prompt has the rest of the context.
-        limits = [self.max_length - answer_tokens(request.args[1]) for request in requests]
+        limits = [self.max_length - answer_tokens(arguments) for _, arguments in asked]
         if min(limits, default=1) < 1:
             number = self.max_length - min(limits)
             raise ValueError(f"An answer of {number} tokens leaves no room: the model reads {self.max_length}.")
@@ -456,15 +457,15 @@ class LanguageModel(TemplateLM):
         with self._reported(len(requests), "generate_until", disable_tqdm) as report:
 
             def run(batch: Sequence[int]) -> None:
-                answers = self._generate([prompts[index] for index in batch], requests[batch[0]].args[1])
+                answers = self._generate([prompts[index] for index in batch], asked[batch[0]][1])
                 for index, answer in zip(batch, answers):
                     texts[index] = answer
-                    self.cache_hook.add_partial("generate_until", requests[index].args, answer)
+                    self.cache_hook.add_partial("generate_until", asked[index], answer)
                 report(len(texts))
 
             for group in groups.values():
                 # The order of `HFLM`, so that the batches are the same.
-                group.sort(key=lambda index: (-len(whole[index]), requests[index].args[0]))
+                group.sort(key=lambda index: (-len(whole[index]), asked[index][0]))
                 self._in_batches(group, run)
         return [texts[index] for index in range(len(requests))]
 
@@ -585,7 +586,7 @@ class LanguageModel(TemplateLM):
     @contextmanager
     def _reported(
         self, total: int, kind: str, is_silent: bool, reports: bool = True
-    ) -> Iterator[Callable[[int], None]]:
+    ) -> Iterator[Callable[[int], object]]:
         """Yield a function that shows the number of finished requests: by `progress`, a bar, or not at all."""
         if self.progress is not None and reports:
             yield self.progress

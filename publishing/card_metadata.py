@@ -27,7 +27,7 @@ def read_model_card(text: str) -> ModelCard:
     except Exception as error:  # PyYAML's constructors and `ModelCardData` raise many kinds
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"its metadata, the YAML between `---` and `---`, is damaged: {reason}") from error
-    card.data.language = _languages(card.data.language)
+    card.data["language"] = _languages(card.data.get("language"))
     return card
 
 

@@ -106,12 +106,14 @@ def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
         text, metadata = "", ModelCardData()
     if part(text, "use") is not None:  # this package has written the card
         return unmarked(text)
-    terms = {name: metadata[name] for name in _TERMS if metadata.get(name) and _is_plain(metadata[name])}
+    terms: dict[str, Any] = {
+        name: metadata[name] for name in _TERMS if metadata.get(name) and _is_plain(metadata[name])
+    }
     base = hub_id or metadata.get("base_model")
     # Some tools write the path of a directory as `base_model`. The Hub refuses it, and it would reveal a local path.
-    is_public = base and not no_hub_ids(base)
-    relation = {"base_model": base, "base_model_relation": "finetune"} if is_public else {}
-    data = ModelCardData(**terms, **relation)
+    if base and not no_hub_ids(base):
+        terms |= {"base_model": base, "base_model_relation": "finetune"}
+    data = ModelCardData(**terms)
     return f"---\n{data}\n---\n" if data.to_dict() else ""
 
 
