@@ -57,7 +57,7 @@ def differentiable(
 
     class DepthAttentionFunction(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, ...]:
+        def forward(ctx, *arguments: Any) -> tuple[Tensor, ...]:
             # Unpacked here, because `torch.compile` counts the parameters of the signature to see whether `ctx` is one
             # of them. It would mistake `(ctx, query, eps, is_sum, *sources)` with two sources for one without `ctx`.
             query, eps, is_sum, fuse_later_grads, *sources = arguments
@@ -70,10 +70,10 @@ def differentiable(
             return result, weights, *_sources_for_later_reads(ctx, sources, ctx.needs_input_grad[4:])
 
         @staticmethod
-        def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later_grads: Tensor | None):
+        def backward(ctx, grad: Tensor | None, grad_weights: Tensor | None, *later: Tensor | None):
             query, *tensors = ctx.saved_tensors
             sources, saved = tensors[: ctx.count], tensors[ctx.count :]
-            later_grads = list(later_grads) or [None] * ctx.count
+            later_grads = list(later) or [None] * ctx.count
             needs_query, needs_sources = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
             if grad is None:
                 grad = torch.zeros_like(sources[0])
@@ -107,6 +107,7 @@ def _apply_untransformed(function: type[torch.autograd.Function]) -> Callable:
 
     `apply` asks each argument whether a transform wraps it. For many sources that takes as long as all else it does.
     """
+    # pyrefly: ignore[missing-attribute]  # the base is written in C++, and its stub lacks the method
     return super(torch.autograd.Function, function).apply
 
 

@@ -14,11 +14,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, wraps
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+
+if TYPE_CHECKING:
+    from .interface import DeltaAttention
 
 # Up to this length pairs of tokens are multiplied channel by channel: smaller matrix products cost more than they save.
 LEAF = 4
@@ -171,12 +175,13 @@ def _by_device(name: str, package: str, plain: Callable | None = None) -> Callab
             return kernel(tensor, *args, **kwargs)
         return plain(tensor, *args, **{key: value for key, value in kwargs.items() if key in parameters})
 
-    function.has_kernel = _has_kernel(package)
+    function.has_kernel = _has_kernel(package)  # pyrefly: ignore[missing-attribute]  # any function takes attributes
     return function
 
 
 def _runs_kernel(function: Callable, tensor: Tensor) -> bool:
     """Return whether a function of [`_by_device`] runs a GPU kernel on the tensor."""
+    # pyrefly: ignore[missing-attribute]  # set by `_by_device`
     return function.has_kernel and tensor.device.type != "cpu"
 
 
@@ -248,7 +253,7 @@ def convolve_step(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | 
     return causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
 
 
-def accelerate(attention: nn.Module) -> None:
+def accelerate(attention: "DeltaAttention") -> None:
     """Make a `DeltaAttention` of the model's files use the functions above; its weights stay."""
     attention.chunk, attention.step, attention.convolve_step = chunk, step, convolve_step
     # A partial function, because a copied or unpickled layer would keep a bound method of the original.

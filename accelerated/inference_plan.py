@@ -8,17 +8,17 @@ a plan, a read checks its sources only.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from . import compat
 from .phases import group_size, two_phases_pay
-from .plain import is_plain_module, is_plain_rms_norm, is_unpatched, modules_are_called_plainly
+from .plain import Read, are_plain, is_plain_rms_norm
 
-# A connection, its key norm, and the module, usually a norm, that runs next, if there is one.
-Read = tuple[nn.Module, nn.Module, nn.Module | None]
+if TYPE_CHECKING:
+    from .interface import Connection
+
 Sources = tuple[Tensor, ...]
 Phase = tuple[Tensor, ...] | None  # the result of phase 1, of one read or of all reads in a group
 Norm = tuple[Tensor, float] | None  # weight and epsilon
@@ -44,7 +44,7 @@ class InferencePlan:
         self._stamps: list[tuple] = []
         self._phase: Phase = None
 
-    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
+    def read(self, connection: "Connection", state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
         """Compute the input of a sublayer, or of the output.
 
         Args:
@@ -75,7 +75,7 @@ class InferencePlan:
             a is b and stamp == _stamp(b) for a, b, stamp in zip(self._phase_sources, sources, self._stamps)
         )
 
-    def _begin_group(self, start: int, connection: nn.Module, sources: Sources, prepared: Any) -> None:
+    def _begin_group(self, start: int, connection: "Connection", sources: Sources, prepared: Any) -> None:
         """Begin a group at the read of position `start`. Run phase 1 if it pays; else the group is this read alone."""
         # Within a block the last source is a sum that still grows, so a group begins at the border of a block.
         is_boundary = connection.sublayer % connection.block_size == 0
@@ -146,37 +146,12 @@ def make_plan(plan_class: type[InferencePlan], device: str, reads: Sequence[Read
     return plan_class(reads, queries)
 
 
-def are_plain(reads: Sequence[Read]) -> bool:
-    """Return whether the connections and key norms of a pass compute what their classes define, and nothing observes.
-
-    Args:
-        reads: all reads of the pass.
-    """
-    if torch.compiler.is_compiling() or compat.why_operations_are_observed() is not None:
-        return False
-    if not reads or not modules_are_called_plainly():
-        return False
-    connection_class, key_norm_class = type(reads[0][0]), type(reads[0][1])
-    # A patched `write` may make another state, which the connection must read itself.
-    methods = (connection_class, "forward"), (connection_class, "write"), (key_norm_class, "forward")
-    if not all(is_unpatched(*method) for method in methods):
-        return False
-    return all(
-        type(connection) is connection_class
-        and type(key_norm) is key_norm_class
-        and "write" not in vars(connection)
-        and is_plain_module(connection)
-        and is_plain_module(key_norm)
-        for connection, key_norm, _ in reads
-    )
-
-
 def _plain_norm(norm: nn.Module) -> Norm:
     """Return weight and epsilon of a plain RMSNorm, or `None` for any other module."""
     weight = norm._parameters.get("weight")
     if type(weight) is not nn.Parameter or not is_plain_rms_norm(norm, weight.dtype):
         return None
-    return weight, norm.variance_epsilon
+    return weight, vars(norm)["variance_epsilon"]
 
 
 def _stamp(source: Tensor) -> tuple:
@@ -184,4 +159,4 @@ def _stamp(source: Tensor) -> tuple:
     return source.data_ptr(), source.shape, None if source.is_inference() else source._version
 
 
-__all__ = ["InferencePlan", "Norm", "Phase", "Read", "Sources", "are_plain", "make_plan"]
+__all__ = ["InferencePlan", "Norm", "Phase", "Sources", "make_plan"]

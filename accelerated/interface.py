@@ -8,12 +8,40 @@ older or newer than this package. It has an `INTERFACE` too, and runs in plain P
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 # Increase it whenever a signature below changes, or one of the functions in `__init__.py`, which the models call.
 INTERFACE = 4
+
+
+class Decoder(Protocol):
+    """What a plan reads of a decoder."""
+
+    config: Any
+    layers: Any  # the decoder layers in order, each with its `sublayers`
+    _modules: Any
+
+
+if TYPE_CHECKING:
+
+    class Connection(nn.Module):
+        """What a plan reads of a connection. The models' class is not imported here."""
+
+        weight: nn.Parameter
+        eps: float
+        scale: str
+        block_size: int
+        sublayer: int
+
+    class DeltaAttention(nn.Module):
+        """A layer of the models' class for delta attention, whose functions are attributes."""
+
+        chunk: Callable[..., tuple[Tensor, Tensor | None]]
+        step: Callable[..., tuple[Tensor, Tensor | None]]
+        convolve: Callable[..., Tensor]
+        convolve_step: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -21,6 +49,7 @@ class Implementation:
     """One way to compute depth attention.
 
     Args:
+        device: type of the device of the tensors that it takes, `"cpu"` or `"cuda"`.
         run: `(query, sources, eps, is_sum, fuse_later_grads=False) -> (h, a, sources)`, differentiable. `query` is
             `[D]` in float32, `sources` are n >= 1 tensors `[..., D]` of one shape, `h` has their dtype, `a` is
             `[n, ...]` in float32. The returned sources equal those given. With `fuse_later_grads`, later reads must
@@ -35,6 +64,7 @@ class Implementation:
             other tensors. Without `needs_weights`, `a` is `None`.
     """
 
+    device: str
     run: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]]
     supports: Callable[[Tensor, Sequence[Tensor]], str | None]
     pays: Callable[[Tensor, Sequence[Tensor]], bool]

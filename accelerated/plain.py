@@ -5,14 +5,21 @@ The checks run before each forward pass, because hooks, adapters and patches may
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from . import compat
+
+if TYPE_CHECKING:
+    from .interface import Connection
+
+# A connection, its key norm, and the module, usually a norm, that runs next, if there is one.
+Read = tuple["Connection", nn.Module, nn.Module | None]
 
 
 def runs_forward_alone(module: nn.Module) -> bool:
@@ -57,11 +64,36 @@ def is_unpatched(module_class: type[nn.Module], name: str) -> bool:
     return module_class.__call__ is nn.Module.__call__ and _is_of_its_file(module_class, name, method)
 
 
+def are_plain(reads: Sequence[Read]) -> bool:
+    """Return whether the connections and key norms of a pass compute what their classes define, and nothing observes.
+
+    Args:
+        reads: all reads of the pass.
+    """
+    if torch.compiler.is_compiling() or compat.why_operations_are_observed() is not None:
+        return False
+    if not reads or not modules_are_called_plainly():
+        return False
+    connection_class, key_norm_class = type(reads[0][0]), type(reads[0][1])
+    # A patched `write` may make another state, which the connection must read itself.
+    methods = (connection_class, "forward"), (connection_class, "write"), (key_norm_class, "forward")
+    if not all(is_unpatched(*method) for method in methods):
+        return False
+    return all(
+        type(connection) is connection_class
+        and type(key_norm) is key_norm_class
+        and "write" not in vars(connection)
+        and is_plain_module(connection)
+        and is_plain_module(key_norm)
+        for connection, key_norm, _ in reads
+    )
+
+
 @cache
 def _is_of_its_file(module_class: type, name: str, method: Callable | None) -> bool:
     """Return whether a method was written under its name in the file of the class that has it, without a wrapper."""
     owner = next((c for c in module_class.__mro__ if name in vars(c) and vars(c)[name] is method), None)
-    if owner is None or hasattr(method, "__wrapped__") or not hasattr(method, "__code__"):
+    if owner is None or method is None or hasattr(method, "__wrapped__") or not hasattr(method, "__code__"):
         return False
     file = getattr(sys.modules.get(owner.__module__), "__file__", None)
     return method.__code__.co_filename == file and method.__qualname__ == f"{owner.__qualname__}.{name}"
@@ -108,4 +140,12 @@ def _equal(one: object, other: Tensor) -> bool:
     return isinstance(one, Tensor) and one.dtype is other.dtype and torch.equal(one, other)
 
 
-__all__ = ["is_plain_module", "is_plain_rms_norm", "is_unpatched", "modules_are_called_plainly", "runs_forward_alone"]
+__all__ = [
+    "Read",
+    "are_plain",
+    "is_plain_module",
+    "is_plain_rms_norm",
+    "is_unpatched",
+    "modules_are_called_plainly",
+    "runs_forward_alone",
+]

@@ -1,18 +1,22 @@
-"""Plan the reads of one forward pass with gradients: each is computed together with the norm that follows it.
+"""Plan the reads of one forward pass with gradients: each is computed together with a norm that follows it.
 
 In training a norm by PyTorch's operations takes the host longer than the read before it. The plan validates the model
 once per pass. Each read then looks up its tensors, because engines may replace parameters during a pass.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .autograd import FollowingNorm
-from .inference_plan import Read, Sources, are_plain
-from .plain import is_plain_rms_norm
+from .plain import Read, are_plain, is_plain_rms_norm
 
+if TYPE_CHECKING:
+    from .interface import Connection
+
+Sources = tuple[Tensor, ...]
 # Dtypes of sources for which a norm must compute what the kernels do.
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 
@@ -22,8 +26,8 @@ class TrainingPlan:
 
     Args:
         reads: all reads of the pass, in order.
-        attend: computes a read with the norm, or returns `None` for tensors that it does not take; see
-            `attend_with_norm` of `numba/__init__.py`.
+        attend: computes a read, and a norm of it if one is given, or returns `None` for tensors that it does not take;
+            see `read` of `numba/training.py`.
     """
 
     def __init__(self, reads: Sequence[Read], attend: Callable):
@@ -33,7 +37,7 @@ class TrainingPlan:
             for connection, key_norm, norm in reads
         }
 
-    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
+    def read(self, connection: "Connection", state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
         """Compute the input of a sublayer, or of the output.
 
         Args:
@@ -45,8 +49,9 @@ class TrainingPlan:
             for the next read.
         """
         key_norm, norm = self._modules[id(connection)]
-        if norm is not None and not torch.compiler.is_compiling():
-            following = FollowingNorm(norm._parameters["weight"], norm.variance_epsilon)
+        weight = None if norm is None else norm._parameters["weight"]
+        if norm is not None and weight is not None and not torch.compiler.is_compiling():
+            following = FollowingNorm(weight, vars(norm)["variance_epsilon"])
             attended = self._attend(
                 connection._parameters["weight"],
                 state if isinstance(state, tuple) else (state,),
@@ -58,7 +63,7 @@ class TrainingPlan:
             )
             if attended is not None:
                 result, _, sources = attended
-                return result, True, sources
+                return result, norm is not None, sources
         result, _, state = connection(state, key_norm())
         return result, False, state
 

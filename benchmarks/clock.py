@@ -5,7 +5,7 @@ Parts get shares of the budget, rows get shares of what is left of their part, a
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 
@@ -36,13 +36,13 @@ class Clock:
         """Begin a part that may take this share, from 0 to 1, of the time left."""
         self._until = self._now() + share * self.left()
 
-    def row(self, rows_left: int) -> float | None:
+    def row(self, rows_left: float) -> float | None:
         """Return the seconds for the next row if `rows_left` rows share the part, or `None` if the part is over."""
         left = self._until - self._now()
         return left / rows_left if left > 0 else None
 
     @contextmanager
-    def stops(self) -> Iterator[None]:
+    def stops(self) -> Generator[None]:
         """Interrupt the code inside the `with` block when the budget is spent.
 
         It works in the main thread only, because Python handles signals there.

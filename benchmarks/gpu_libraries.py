@@ -17,5 +17,5 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
 
 def table(rows: list[dict]) -> tuple[str, list[str], list[list[str]], str]:
     """Return title, columns, cells and note of the table."""
-    _, *rest = gpu_ops.table(rows)
-    return "One aggregation, bfloat16, and the kernels of libraries", *rest
+    _, columns, cells, note = gpu_ops.table(rows)
+    return "One aggregation, bfloat16, and the kernels of libraries", columns, cells, note

@@ -6,6 +6,7 @@ It measures one aggregation with the chosen tile and with others, against a copy
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -45,7 +46,7 @@ def measure(device: str, quick: bool, clock: Clock) -> Iterator[dict]:
 def forwards(inputs: Inputs) -> dict:
     """Return the ways of the forward pass, by the name of the tile."""
 
-    def way(**chosen: int) -> None:
+    def way(**chosen: Any) -> None:
         with patch.multiple(launch, **chosen):
             launch.forward(inputs.query, inputs.sources, inputs.eps, False)
 
@@ -59,7 +60,7 @@ def backwards(inputs: Inputs) -> dict:
     """Return the ways of the backward pass, by the name of the tile."""
     saved = launch.forward(inputs.query, inputs.sources, inputs.eps, False)[1:]
 
-    def way(**chosen: int) -> None:
+    def way(**chosen: Any) -> None:
         with patch.multiple(launch, **chosen):
             launch.backward(inputs.grad, None, [], inputs.query, inputs.sources, *saved, False, True)
 

@@ -16,7 +16,7 @@ from .workloads import CACHE, ROOM
 WARM_UP = 3  # calls before the one that is captured
 
 
-def graphed(way: Callable[[], None]) -> Callable[[], None]:
+def graphed(way: Callable[[], object]) -> Callable[[], None]:
     """Capture the kernels that a call launches, after some warm-up calls. Return a function that replays them."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

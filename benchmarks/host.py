@@ -57,12 +57,14 @@ class Floor(torch.autograd.Function):
         return query, weight, *grads.unbind(0)
 
 
-def floor(query: Tensor, sources: list[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
+def floor(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
     """Call [`Floor`] with the arguments of a peer."""
     return Floor.apply(query, key_norm_weight, *sources)
 
 
-def ours(query: Tensor, sources: list[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
+def ours(
+    query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float
+) -> Tensor | tuple[Tensor, Tensor]:
     """Call our Triton kernels by name."""
     return depth_attention(query, sources, key_norm_weight, eps, implementation="triton")
 
@@ -79,7 +81,7 @@ def load_liger() -> Peer:
     """Return Liger's operation. It takes one tensor, so the sources are stacked."""
     from liger_kernel.transformers.functional import liger_attn_res
 
-    return lambda query, sources, weight, eps: liger_attn_res(torch.stack(sources), query, weight, eps)
+    return lambda query, sources, weight, eps: liger_attn_res(torch.stack(tuple(sources)), query, weight, eps)
 
 
 def load_fla() -> Peer:
@@ -98,7 +100,8 @@ def load() -> tuple[dict[str, Peer], dict[str, str]]:
     Returns:
         The functions by name, and for each missing library the reason and how to install it.
     """
-    functions, missing = {FLOOR: floor, OURS: ours, IN_MODEL: partial(in_model, "triton")}, {}
+    functions: dict[str, Peer] = {FLOOR: floor, OURS: ours, IN_MODEL: partial(in_model, "triton")}
+    missing: dict[str, str] = {}
     for name, load_library in LIBRARIES.items():
         try:
             functions[name] = load_library()
@@ -143,8 +146,10 @@ def norm_ways(n: int, dtype: torch.dtype) -> Ways:
 
     def together() -> None:
         following = FollowingNorm(norm.weight, norm.variance_epsilon)
-        result, _, _ = direct.attend(*read, False, True, following, needs_weights=False)
-        torch.autograd.grad(result, leaves, inputs.grad)
+        attended = direct.attend(*read, False, True, following, needs_weights=False)
+        if attended is None:
+            raise RuntimeError("the direct path does not take these tensors")
+        torch.autograd.grad(attended[0], leaves, inputs.grad)
 
     return {APART: apart, TOGETHER: together}
 

@@ -23,6 +23,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 
 from attnres import AttnResConfig, AttnResKimiK3Config
 from attnres.conversion.family import DEFAULT_CONNECTION
+from attnres.kimi_k3_attnres import KimiK3MoE
 
 from .report import cell, make_table, verdict
 from .shapes import build, kimi_linear, tiny_kimi_linear, token_ids
@@ -63,7 +64,7 @@ def measure(setting: Setting) -> Iterator[dict]:
             ways, repeats = prepare(models, ids), replace(setting, repeats=times * setting.repeats)
             seconds = interleave(ways, repeats, calls=calls)
             for form in (BOUNDS, GATES, WHOLE):
-                row = {"dtype": dtype, "workload": workload, "form": form, "tokens": ids.shape[1]}
+                row: dict[str, Any] = {"dtype": dtype, "workload": workload, "form": form, "tokens": ids.shape[1]}
                 row["products"] = products[form] / products[LINEAR]
                 yield row | compare(compared(seconds, form), PAIRS)
         del models
@@ -99,8 +100,8 @@ def k3_config(linear: AttnResConfig, **features: Any) -> AttnResKimiK3Config:
         *("bos_token_id", "eos_token_id", "pad_token_id"),
     )
     without = dict.fromkeys(_GATE_FIELDS, False) | {"routed_expert_hidden_size": None, "latent_moe_use_norm": False}
-    fields = {name: getattr(linear, name) for name in names} | without | features
-    dense = linear.mlp_layer_types.count("dense")
+    fields: dict[str, Any] = {name: getattr(linear, name) for name in names} | without | features
+    dense = (linear.mlp_layer_types or []).count("dense")
     return AttnResKimiK3Config(attn_res_block_size=BLOCK, first_k_dense_replace=dense, **fields)
 
 
@@ -138,6 +139,8 @@ def share(model: PreTrainedModel, other: PreTrainedModel) -> None:
 
 class BalancedRouter(modeling_kimi_linear.KimiLinearTopkRouter):
     """A router that sends each token to experts that are drawn once. The cost of experts depends on the choice."""
+
+    drawn: Tensor  # the experts of each token, `[tokens, top_k]`
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits `[tokens, experts]`, and weights and chosen experts `[tokens, top_k]`."""
@@ -184,7 +187,7 @@ class GatedProjection(nn.Module):
     def __init__(self, projection: nn.Linear, gate: nn.Linear):
         super().__init__()
         self.projection, self.gate = projection, gate
-        self.logits: Tensor | None = None
+        self.logits = torch.empty(0)
 
     def compute_gate(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compute the logits before the attention is called with these arguments."""
@@ -192,14 +195,14 @@ class GatedProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute `[batch, seq, hidden]` for `[batch, seq, heads * d_v]`."""
-        logits, self.logits = self.logits, None
+        logits, self.logits = self.logits, torch.empty(0)
         return self.projection(x * logits.sigmoid())
 
 
 class LatentExperts(nn.Module):
     """Experts of Kimi Linear between two projections."""
 
-    def __init__(self, mlp: nn.Module):
+    def __init__(self, mlp: KimiK3MoE):
         super().__init__()
         config = copy(mlp.config)
         config.hidden_act, config.hidden_size = "silu", config.routed_expert_hidden_size

@@ -8,12 +8,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
-
-try:
-    import psutil
-except ImportError:  # missing on a GPU machine, where only the GPU's time counts
-    psutil = None
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("attnres", "torch", "transformers", "numba", "triton", "fla-core", "flash-attn-res", "liger-kernel")
@@ -23,9 +19,9 @@ def describe(device: str) -> dict:
     """Return the machine, versions, commit and date. `device` is `"cpu"` or a CUDA device."""
     machine = {
         "processor": _processor(),
-        "cores": psutil and psutil.cpu_count(logical=False),
+        "cores": psutil.cpu_count(logical=False),
         "logical_cores": os.cpu_count(),
-        "memory_gib": psutil and round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }

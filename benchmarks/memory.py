@@ -64,6 +64,7 @@ def peak_bytes(function: Callable[[], object], device: str = "cpu") -> int:
         result = function()
     del result
     held = peak = 0
+    # pyrefly: ignore[missing-attribute]  # the profiler is there once it has run
     memory = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(memory, key=lambda event: event.start_ns()):
         held += event.nbytes()

@@ -5,6 +5,7 @@ is `[..., D]`, and `h` is like a source. All but `inkling2` compute `attnres.dep
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from attnres import depth_attention_reference
 
-Peer = Callable[[Tensor, Sequence[Tensor], Tensor, float], Tensor]
+# A function of the query, the sources, the key norm's weight and its epsilon. Some return more than the result.
+Peer = Callable[[Tensor, Sequence[Tensor], Tensor, float], Any]
 
 
 def pseudocode(query: Tensor, sources: Sequence[Tensor], key_norm_weight: Tensor, eps: float) -> Tensor:
@@ -64,4 +66,4 @@ def gpu_peers() -> dict[str, Peer]:
         return {}
     from .peers_gpu import PEERS
 
-    return PEERS
+    return {**PEERS}

@@ -31,26 +31,27 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     Returns:
         The table, to print or to pass to [`markdown`].
     """
-    rows = [[str(value) for value in row] for row in rows]
-    table = Table(title=title, caption=(targets_met(rows) + note).strip(), box=box.SIMPLE, title_justify="left")
+    cells = [[str(value) for value in row] for row in rows]
+    table = Table(title=title, caption=(targets_met(cells) + note).strip(), box=box.SIMPLE, title_justify="left")
     table.caption_justify = "left"
     for i, column in enumerate(columns):
-        is_number = all(row[i] == "-" or row[i][:1].isdigit() for row in rows)
+        is_number = all(row[i] == "-" or row[i][:1].isdigit() for row in cells)
         table.add_column(column, justify="right" if is_number else "left")
-    for row in rows:
+    for row in cells:
         table.add_row(*row)
     return table
 
 
 def markdown(table: Table) -> str:
     """Return the table in Markdown, between its title and its note."""
-    shown = Console(file=StringIO(), width=10_000, color_system=None)
+    text = StringIO()
+    shown = Console(file=text, width=10_000, color_system=None)
     title, note, former = table.title, table.caption, table.box
     table.title, table.caption, table.box = None, None, box.MARKDOWN
     shown.print(table)
     table.title, table.caption, table.box = title, note, former
-    lines = [line.strip() for line in shown.file.getvalue().splitlines() if line.strip()]
-    return "\n\n".join(part for part in (f"**{title}**", "\n".join(lines), note) if part)
+    lines = [line.strip() for line in text.getvalue().splitlines() if line.strip()]
+    return "\n\n".join(part for part in (f"**{title}**", "\n".join(lines), str(note or "")) if part)
 
 
 __all__ = ["cell", "make_table", "markdown", "open_console", "store", "verdict"]

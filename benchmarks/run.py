@@ -139,4 +139,4 @@ def _line(row: Mapping) -> str:
 
 def _content(about: Mapping, setting: Setting, others_share: float, rows: Sequence[Mapping]) -> dict:
     """Return the content of a part's file."""
-    return about | {"setting": asdict(setting), "others_share": round(others_share, 3), "rows": rows}
+    return {**about, "setting": asdict(setting), "others_share": round(others_share, 3), "rows": rows}

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> PreTrain
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def connect(standard: PreTrainedModel, implementation: str = "auto", **blocks: int | bool) -> PreTrainedModel:
+def connect(standard: PreTrainedModel, implementation: str = "auto", **blocks: Any) -> PreTrainedModel:
     """Retrofit a standard model, with small random pseudo-queries, so that it computes nearly the same function.
 
     With small queries, experts get the same tokens as in the standard model. The queries are not zero, so that no
@@ -127,6 +127,8 @@ class Pseudocode(ResidualConnection):
     """The paper's pseudocode as a residual connection: every read stacks and normalises all sources again."""
 
     has_norm = True
+    weight: nn.Parameter
+    eps: float
 
     def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, None, DepthState]:
         """Return the input of the sublayer, no weights, and the unchanged state."""
@@ -142,7 +144,7 @@ def with_pseudocode(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, AttnRes):
             # The module keeps its tensors. Only its forward pass changes.
-            module.__class__ = Pseudocode
+            module.__class__ = Pseudocode  # pyrefly: ignore[bad-argument-type]  # its layout is the same
     return model
 
 

@@ -201,6 +201,7 @@ def count_evaluation(tokenizer: PreTrainedTokenizerBase, name: str, data: Path) 
     for benchmark, tasks in loaded.items():
         whole = Count()
         for task in tasks["tasks"].values():
+            # pyrefly: ignore[missing-attribute]  # every task of a file has it
             items = FULL_TRIVIAQA if benchmark.name == "triviaqa" else len(task.task_docs)
             whole.add(count_task(task, tokenizer, items))
         counts[benchmark.name] = {field: round(value) for field, value in vars(whole).items()}
@@ -249,6 +250,7 @@ def main(arguments: Iterable[str] = ()) -> None:
     """Compute all tables, and write them into the guide."""
     if given := [*arguments]:
         source, data = given
+        # pyrefly: ignore[bad-argument-type]  # annotated as if there might be none
         counts = count_evaluation(AutoTokenizer.from_pretrained(source), Path(source).name, Path(data))
         COUNTS.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
     stored = json.loads(COUNTS.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import ctypes
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
@@ -143,23 +143,23 @@ def keep_freed_memory() -> None:
 
 def _sample(way: Callable[[], object], calls: int, device: str) -> tuple[float, float]:
     """Return the seconds per call, by the clock (on a GPU, between events) and of the processor."""
-    if device != "cpu":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(0 if device == "cpu" else 2)]
+    if events:
         torch.cuda.synchronize()
-        start.record()
+        events[0].record()
     cpu, wall = time.process_time(), time.perf_counter()
     for _ in range(calls):
         way()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    if device != "cpu":
-        end.record()
+    if events:
+        events[1].record()
         torch.cuda.synchronize()
-        wall = start.elapsed_time(end) / 1000
+        wall = events[0].elapsed_time(events[1]) / 1000
     return wall / calls, cpu / calls
 
 
 @contextmanager
-def _collected_between() -> Iterator[Callable[[], object]]:
+def _collected_between() -> Generator[Callable[[], object]]:
     """Yield a function that collects garbage. Inside the `with` block Python does not do so by itself.
 
     Objects from before are frozen, so that a collection is quick.

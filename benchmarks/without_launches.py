@@ -5,7 +5,7 @@ launched. Tensors lie in memory, and their numbers are never written. All other 
 as on a GPU: checks, allocations, autograd, and the binding of arguments.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -63,7 +63,7 @@ def _do_nothing(*arguments: object) -> None:
 
 
 @contextmanager
-def without_launches() -> Iterator[None]:
+def without_launches() -> Generator[None]:
     """Inside the `with` block, take tensors in memory for tensors on a GPU, and launch no kernel.
 
     Import libraries before. Some ask for the GPU's properties when they are imported, which this driver cannot tell.

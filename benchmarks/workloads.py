@@ -88,6 +88,7 @@ def compiled_decoding(models: dict[str, PreTrainedModel], ids: Tensor) -> Ways:
             if position == room:
                 cache.reset()  # in a static cache, the cost of a token does not depend on its position
                 position = 0
+            # pyrefly: ignore[not-callable]  # every causal language model has it
             inputs = model.prepare_inputs_for_generation(
                 ids[:, :1],
                 **{CACHE: cache},

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 COMMIT = "commit "  # the beginning of the identity of a model on the Hub
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # fields of a configuration
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ class ModelSource:
         from .checkpoint import Checkpoint
 
         if self.is_named:
-            raise FileNotFoundError(f"{self.name} is a named configuration, which has no weights.")
+            raise FileNotFoundError(
+                f"{self.name} is a named configuration, which has no weights. For a folder of that name, write "
+                f"./{self.name}."
+            )
         return Checkpoint.open(self.name, self.revision)
 
     def check(self, *, needs_weights: bool = False, is_tokenizer: bool = False) -> None:
@@ -101,21 +105,30 @@ class ModelSource:
 
         from attnres.configuration import load
 
-        from .whole import check_source_sizes
-
+        if not self.is_named:
+            self.check_files()
         try:
             if self.is_named:
                 return load(self.name, **fields)
-            check_source_sizes(self.name, self.revision)
             options = {"revision": self.revision, "trust_remote_code": trust_remote_code}
             return AutoConfig.from_pretrained(self.name, **options, **fields)
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            subject = (
-                f"`config` does not fit {self.name}" if fields else f"the configuration of {self.name} is unusable"
-            )
-            raise ValueError(f"{subject}: {error}") from error
         except OSError as error:
             raise self._missing("model", error) from error
+        except (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError, ValueError) as error:
+            subject = f"`config` does not fit {self.name}" if fields else f"the configuration of {self.name} is wrong"
+            raise ValueError(f"{subject} ({type(error).__name__}): {' '.join(str(error).split())}") from error
+
+    def check_files(self) -> None:
+        """Compare the numbers in the configuration with the headers of the weights, as [`check_source_sizes`] does.
+
+        `transformers` makes lists of the lengths given there, also for the tokenizer.
+
+        Raises:
+            OSError, ValueError: A file is missing or damaged, or a number does not fit the weights.
+        """
+        from .whole import check_source_sizes
+
+        check_source_sizes(self.name, self.revision)
 
     def tokenizer(self, remedy: str = "", trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that is with the model.
@@ -139,6 +152,9 @@ class ModelSource:
     def build(self, load: "Callable[..., PreTrainedModel] | None" = None, **options: Any) -> "PreTrainedModel":
         """Make the causal language model: with random weights from a named configuration, else with its own weights.
 
+        Special tokens among the fields of the configuration also hold for generation. If code that came with the model
+        is not run, the model does not refer to it, so it can be saved.
+
         Args:
             load: A function of the folder or Hub id and of `options`, which loads the model. By default
                 [`attnres.checkpoints.whole.load_whole`] by `AutoModelForCausalLM`.
@@ -152,6 +168,7 @@ class ModelSource:
         """
         from transformers import AutoModelForCausalLM
 
+        from .source_code import CODE_FIELDS
         from .whole import load_whole
 
         if self.is_named:
@@ -161,9 +178,16 @@ class ModelSource:
         if self.revision is not None:
             options["revision"] = self.revision
         try:
-            return load_whole(AutoModelForCausalLM, name, **options) if load is None else load(name, **options)
+            model = load_whole(AutoModelForCausalLM, name, **options) if load is None else load(name, **options)
         except TypeError as error:  # the model's constructor gets each key that is not a field of its configuration
             raise ValueError(f"`config` does not fit {self.name}: {error}") from error
+        # The file of settings of generation has its own special tokens, by which `generate` ends a text.
+        if model.generation_config is not None:
+            special = {field: options[field] for field in SPECIAL_TOKENS if field in options}
+            vars(model.generation_config).update(special)
+        for field in () if options.get("trust_remote_code") else CODE_FIELDS:
+            vars(model.config).pop(field, None)
+        return model
 
     def identity(self) -> str | None:
         """Return a text that changes with the files of the model: by the commit on the Hub, or by sizes and times.
@@ -191,4 +215,4 @@ class ModelSource:
         )
 
 
-__all__ = ["COMMIT", "ModelSource"]
+__all__ = ["COMMIT", "SPECIAL_TOKENS", "ModelSource"]

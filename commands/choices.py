@@ -5,7 +5,7 @@ Every help text imports this file, so it does not import PyTorch.
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from attnres.checkpoints.source import ModelSource
 from attnres.utils.files import Written, check_replaceable, check_writable
 from attnres.utils.wording import counted, did_you_mean, printable
 
@@ -85,21 +86,19 @@ def describe_unread(names: Sequence[str], place: str) -> str:
     return f"Warning: the model does not read {counted(len(names), 'tensor')} of {place}: {first}{more}."
 
 
-def check_revision(source: str, revision: str | None, option: str = "--revision", named: Collection[str] = ()) -> None:
+def check_revision(source: ModelSource, option: str = "--revision") -> None:
     """Raise an error if a revision is given for a model that is not on the Hub.
 
     Args:
-        source: The directory, name of a configuration, or Hub id.
-        revision: The revision; `None` if not given.
-        option: The option that gives it, for the message.
-        named: The names of configurations that the command takes.
+        source: The model.
+        option: The option that gives the revision, for the message.
 
     Raises:
-        typer.BadParameter: `source` is a directory or a named configuration, which has no revisions.
+        typer.BadParameter: The model is a directory or a named configuration, which has no revisions.
     """
-    kind = "directory" if Path(source).is_dir() else "named configuration" if source in named else None
-    if revision is not None and kind is not None:
-        raise typer.BadParameter(f"{option} belongs to models on the Hub, and {source} is a {kind}. Leave it out.")
+    if source.revision is not None and source.hub_id is None:
+        kind = "directory" if source.is_folder else "named configuration"
+        raise typer.BadParameter(f"{option} belongs to models on the Hub, and {source.name} is a {kind}. Leave it out.")
 
 
 def check_out(out: Path, written: Written, overwrite: bool, option: str = "--out") -> None:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from attnres import ResidualConfig
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
+from attnres.checkpoints.source import ModelSource
 from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
 from attnres.conversion.plan import Plan, write
@@ -31,15 +32,15 @@ def run_convert(
     target: Path,
     make_plan: Callable[[Checkpoint], Plan],
     *,
-    revision: str | None = None,
-    verify: bool | None = None,
-    text: Path | None = None,
-    hard_link: bool = False,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    num_blocks: int | None = None,
-    flags: Sequence[str] = (),
-    back: str | None = None,
+    revision: str | None,
+    verify: bool | None,
+    text: Path | None,
+    hard_link: bool,
+    overwrite: bool,
+    trust_remote_code: bool,
+    num_blocks: int | None,
+    flags: Sequence[str],
+    back: str | None,
 ) -> None:
     """Convert the directory or Hub repository `source` into the directory `target`.
 
@@ -63,7 +64,7 @@ def run_convert(
             tensor or value.
     """
     console = Console(soft_wrap=True, highlight=False)
-    checkpoint = Checkpoint.open(source, revision)
+    checkpoint = ModelSource(source, revision).checkpoint
     check_apart(checkpoint.folder, target, source)
     texts = PROMPTS if text is None else [_read_text(text)]
     with atomic_directory(target, WRITTEN_MODEL, overwrite=overwrite) as stage:

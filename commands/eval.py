@@ -12,9 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.tokenizers import load_tokenizer
-from attnres.checkpoints.whole import check_source_sizes
+from attnres.checkpoints.source import ModelSource
 from attnres.eval import sandbox
 from attnres.eval.failures import Failures, failure_lines
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results
@@ -70,12 +68,13 @@ def run_eval(options: EvalOptions) -> None:
     console = Console(soft_wrap=True, highlight=False)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise RuntimeError("attnres eval runs in one process. For several, use accelerate launch -m lm_eval.")
-    folders = {name: Checkpoint.open(name).folder for name in filter(None, (options.model, options.baseline))}
+    sources = {name: ModelSource(name) for name in filter(None, (options.model, options.baseline))}
+    folders = {name: source.checkpoint.folder for name, source in sources.items()}
     tokenizers = {}
-    for name, folder in folders.items():
+    for name, source in sources.items():
         # A model with a wrong configuration or without a tokenizer must fail before any data is loaded.
-        check_source_sizes(folder)
-        tokenizers[name] = load_tokenizer(folder)
+        source.check_files()
+        tokenizers[name] = source.tokenizer()
         check_special_tokens(tokenizers[name], name)
     with _only_run(options.out), quiet_transformers():
         models = [

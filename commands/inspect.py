@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.analysis.inspection import inspect_model
 from attnres.analysis.report import PAGE, fill, report_directory
 from attnres.analysis.text import language_reference, read_text
-from attnres.checkpoints.tokenizers import load_tokenizer
-from attnres.checkpoints.whole import check_source_sizes, load_whole
+from attnres.checkpoints.source import ModelSource
 from attnres.utils.errors import about
 from attnres.utils.progress import ProgressBar, print_line
 from attnres.utils.quiet import quiet_transformers
@@ -46,15 +45,16 @@ class InspectedSource:
             OSError: A file cannot be read.
             ValueError: The model or its tokenizer is missing, incomplete or damaged, or the device does not exist.
         """
-        shared = {"trust_remote_code": self.trust_remote_code}
-        check_source_sizes(self.name, self.revision)
+        source, code = ModelSource(self.name, self.revision), self.trust_remote_code
+        source.config(code)
         # The tokenizer is loaded before the model, since it takes less time to fail.
-        name = self.tokenizer or self.name
-        remedy = "" if self.tokenizer else "name one by --tokenizer"
-        tokenizer = load_tokenizer(name, remedy=remedy, revision=None if self.tokenizer else self.revision, **shared)
-        options = {"revision": self.revision, "dtype": self.dtype, "device_map": self._device()}
+        if self.tokenizer is None:
+            tokenizer = source.tokenizer("name one by --tokenizer", code)
+        else:
+            tokenizer = ModelSource(self.tokenizer).tokenizer(trust_remote_code=code)
         with about(self.name):
-            return load_whole(AutoModelForCausalLM, self.name, **options, **shared), tokenizer
+            model = source.build(dtype=self.dtype, device_map=self._device(), trust_remote_code=code)
+        return model, tokenizer
 
     def _device(self) -> str:
         """Return the device as `from_pretrained` takes it."""

@@ -12,7 +12,7 @@ from attnres.utils.declared import backbones
 from attnres.utils.packaged import configuration_names, configurations, recipe_names, recipe_path
 
 from .choices import Debug
-from .connections import list_connections
+from .connections import CONNECTIONS, PRESETS, list_connections
 
 
 class Listed(StrEnum):
@@ -33,7 +33,8 @@ HEADINGS = {
     Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME), with their "
     "parameters. Activated: those that a token uses, without the embedding and without lm_head, the output projection",
     Listed.recipes: "Recipes (attnres train NAME)",
-    Listed.connections: "Residual connections (attnres convert --residual NAME)",
+    Listed.connections: "Residual connections (attnres convert --residual NAME): "
+    f"{len(CONNECTIONS)}, and {len(PRESETS)} presets of attn_res",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
     Listed.backbones: "Backbones of the models that attnres convert takes",
     Listed.implementations: "Implementations of depth attention (from_pretrained(depth_attention_implementation=NAME))",

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from attnres.checkpoints.source import ModelSource
 from attnres.utils.declared import declared_connections
 from attnres.utils.files import check_space
-from attnres.utils.hub import check_source
 from attnres.utils.model_files import WRITTEN_MODEL, weight_bytes
 from attnres.utils.wording import did_you_mean
 
@@ -121,7 +121,7 @@ def convert(
     is_given = "residual" in given_options(context)
     fields = read_fields(settings or (), residual)
     refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_given, bool(fields))
-    check_source(source)
+    ModelSource(source).check(needs_weights=True)
     if overwrite and Path(source).is_dir():
         check_apart(Path(source), target, source)
     check_out(target, WRITTEN_MODEL, overwrite, "DST")
@@ -170,7 +170,7 @@ def read_fields(settings: Collection[str], residual: str) -> dict[str, object]:
     Raises:
         typer.BadParameter: A text does not have this form, a field is given twice, or the connection has no such field.
     """
-    from attnres.training.recipe import read_yaml
+    from attnres.utils.yaml_files import parse_yaml
 
     fields = {}
     for setting in settings:
@@ -178,7 +178,7 @@ def read_fields(settings: Collection[str], residual: str) -> dict[str, object]:
         if not (name and equals and value.strip()) or name in fields:
             raise typer.BadParameter(f"--set {setting}: give FIELD=VALUE, each field once.")
         try:
-            fields[name] = read_yaml(value, setting)
+            fields[name] = parse_yaml(value, setting)
         except ValueError:
             raise typer.BadParameter(f"--set {setting[:100]}: the value is no YAML.") from None
     known = declared_connections()[residual].fields if fields else ()

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from attnres.checkpoints.source import ModelSource
 from attnres.utils.files import Written
-from attnres.utils.hub import check_source
 
 from .choices import Debug, check_out, check_revision, given_options
 from .connections import flag
@@ -89,13 +89,14 @@ def inspect(
         return
     if compare is None and compare_revision is not None:
         raise typer.BadParameter("--compare-revision needs --compare.")
-    check_source(model)
-    check_revision(model, revision)
+    sources = {"--revision": ModelSource(model, revision)}
     if compare is not None:
-        check_source(compare)
-        check_revision(compare, compare_revision, "--compare-revision")
+        sources["--compare-revision"] = ModelSource(compare, compare_revision)
+    for option, source in sources.items():
+        source.check(needs_weights=True)
+        check_revision(source, option)
     if tokenizer is not None:
-        check_source(tokenizer, is_tokenizer=True)
+        ModelSource(tokenizer).check(is_tokenizer=True)
     check_out(out, WRITTEN_REPORT, overwrite)
     for path in filter(None, (model, compare, tokenizer, text)):
         if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):

@@ -1,13 +1,11 @@
 """The options of `attnres plan`, and the checks of them that need no PyTorch."""
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from attnres.utils.hub import check_source
-from attnres.utils.packaged import configuration_names
+from attnres.checkpoints.source import ModelSource
 
 from .choices import Debug, check_revision, given_options
 from .connections import flag
@@ -101,10 +99,9 @@ def plan(
             f"--batch-tokens must be a multiple of --context ({context:,}), got {batch_tokens:,}: "
             f"{max(1, batch_tokens // context) * context:,} is one."
         )
-    named = configuration_names()
-    if config not in named or Path(config).is_dir():
-        check_source(config, named)
-    check_revision(config, revision, named=named)
+    source = ModelSource(config, revision)
+    source.check()
+    check_revision(source)
     with loading():
         from attnres.planning import Device, Job
 
@@ -125,4 +122,4 @@ def plan(
         chunk = min(prefill_chunk, length)
         return Job(devices, length, batch_tokens or devices * length, not serve, optimizer.value, chunk)
 
-    run_plan(config, make_job, device, shown=shown, runnable=runnable, as_json=json, revision=revision)
+    run_plan(source, make_job, device, shown=shown, runnable=runnable, as_json=json)

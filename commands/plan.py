@@ -3,15 +3,12 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, PreTrainedConfig
 
 from attnres import ResidualConfig
-from attnres.checkpoints.whole import check_source_sizes
-from attnres.configuration import load, names
+from attnres.checkpoints.source import ModelSource
 from attnres.conversion.family import member_config
 from attnres.planning import (
     Costs,
@@ -31,34 +28,32 @@ from attnres.utils.wording import counted
 
 
 def run_plan(
-    source: str,
+    source: ModelSource,
     make_job: Callable[[int | None], Job],
     device: Device,
     *,
-    shown: int = 8,
-    runnable: bool = False,
-    as_json: bool = False,
-    revision: str | None = None,
+    shown: int,
+    runnable: bool,
+    as_json: bool,
 ) -> None:
     """Print the layouts of a job that fit.
 
     Args:
-        source: Name of a configuration, or directory or Hub id of a model.
+        source: The model.
         make_job: A function of the longest context of the model, `None` if it has no limit, that returns the job.
         device: The devices.
         shown: The largest number of layouts in the table.
         runnable: Whether to plan only layouts that this package runs.
         as_json: Whether to print JSON, with all layouts.
-        revision: Branch, tag or commit on the Hub.
 
     Raises:
         ValueError: The model cannot be planned; no layout is possible, or none fits.
     """
-    config = read_config(source, revision)
+    config = read_config(source)
     job = make_job(getattr(config, "max_position_embeddings", None))
     costs = Costs(config, job)
-    with status(Console(stderr=True), f"Tracing {source}"):
-        with about(source):
+    with status(Console(stderr=True), f"Tracing {source.name}"):
+        with about(source.name):
             # Numbers that no model can have show here, and the traces are kept.
             costs.trace(1)
         result = search(costs, device, runnable=runnable)
@@ -66,7 +61,7 @@ def run_plan(
             raise ValueError(explain_miss(result, costs, device, runnable=runnable))
     if as_json:
         plans = records(result, job.training)
-        print(json.dumps({"source": source, "job": asdict(job), "device": asdict(device), "plans": plans}))
+        print(json.dumps({"source": source.name, "job": asdict(job), "device": asdict(device), "plans": plans}))
         return
     # A row is one line, also where the terminal is narrow or there is none.
     console = Console(width=max(180, Console().width))
@@ -83,22 +78,19 @@ def run_plan(
     )
 
 
-def read_config(source: str, revision: str | None = None) -> ResidualConfig:
-    """Return the family's configuration of a named configuration, directory or Hub id.
+def read_config(source: ModelSource) -> ResidualConfig:
+    """Return the family's configuration of a model.
 
     Raises:
         ValueError: There is no such model, or the family does not have its backbone.
     """
-    if source in names() and not Path(source).is_dir():
-        return load(source)
-    check_source_sizes(source, revision)
-    with quiet_transformers(), about(source):
+    with quiet_transformers(), about(source.name):
         try:
-            config: PreTrainedConfig = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+            config = source.config()
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
-            raise ValueError("It needs code that comes with the model, which `attnres plan` does not run.") from error
+            raise ValueError(f"{source.name} needs code that comes with the model, which is not run here.") from error
     return config if isinstance(config, ResidualConfig) else member_config(config)
 
 

@@ -35,10 +35,10 @@ def run_push(
     repo: str,
     options: UploadOptions,
     *,
-    results: Path | None = None,
-    inspection: Path | None = None,
-    dry_run: bool = False,
-    hashes: bool = False,
+    results: Path | None,
+    inspection: Path | None,
+    dry_run: bool,
+    hashes: bool,
 ) -> None:
     """Publish the model in `folder` as the repository `repo` on the Hub.
 

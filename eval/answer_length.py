@@ -11,7 +11,7 @@ from typing import Any
 from lm_eval.api.task import Task
 
 # The tokens that the harness reserves for an answer if the task sets no number.
-_DEFAULT = 256
+DEFAULT_ANSWER = 256
 # The names that the harness takes for the number; the first of them decides.
 _NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -19,7 +19,7 @@ _NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens
 def answer_tokens(generation_kwargs: Mapping[str, Any] | None) -> int:
     """Return the number of tokens that generation arguments reserve for an answer, by whatever name."""
     numbers = [(generation_kwargs or {}).get(name) for name in _NAMES]
-    return int(next((number for number in numbers if number is not None), _DEFAULT))
+    return int(next((number for number in numbers if number is not None), DEFAULT_ANSWER))
 
 
 def with_answer_tokens(generation_kwargs: Mapping[str, Any] | None, number: int) -> dict[str, Any]:
@@ -48,4 +48,4 @@ def limited_answers(task: Task, max_length: int) -> Iterator[None]:
         task.set_config("generation_kwargs", before)
 
 
-__all__ = ["answer_tokens", "limited_answers", "with_answer_tokens"]
+__all__ = ["DEFAULT_ANSWER", "answer_tokens", "limited_answers", "with_answer_tokens"]

@@ -295,10 +295,10 @@ def _announced(text: str, has_options: bool) -> str:
         return _option(line)
     plain = _plain(line)
     token = _TOKEN.match(plain)
-    is_number = token is not None and token["number"] and token.end() == len(plain) and not token["percent"]
-    value = number(_value(token)) if is_number else None
-    if value is not None and value.denominator == 1:
-        return str(value)
+    if token is not None and token["number"] and token.end() == len(plain) and not token["percent"]:
+        value = number(_value(token))
+        if value is not None and value.denominator == 1:
+            return str(value)
     return line or INVALID
 
 

@@ -3,7 +3,7 @@
 Describing the paper's benchmarks needs no lm_eval. Other tasks and `load` need it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -61,8 +61,9 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         FileNotFoundError: The data set, or a part of it that the benchmark needs, is missing or damaged, or a function
             of the task file fails. The message is one line with the remedy.
     """
-    if data is None and _is_downloaded(benchmark):
-        return load(benchmark, _download(benchmark))
+    if data is None and benchmark.dataset is not None and (_downloads() / benchmark.dataset).is_dir():
+        # It has a loading script, and was downloaded before.
+        return load(benchmark, _download(benchmark, benchmark.dataset))
     overrides: dict[str, Any] = {}
     folder = None
     if data is not None and benchmark.dataset is not None:
@@ -82,7 +83,7 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         manager = find_task_manager(benchmark.group, benchmark.include_path)
 
     # These imports take seconds, and `attnres eval --help` reads this module.
-    import datasets
+    import datasets.config
     import huggingface_hub.constants
     from datasets.exceptions import DatasetsError
     from jinja2 import TemplateSyntaxError
@@ -111,7 +112,7 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         raise DataMissing(message) from error
     except Exception as error:
         if data is None and benchmark.dataset is not None and data_folder.is_script_refused(str(error)):
-            return load(benchmark, _download(benchmark))
+            return load(benchmark, _download(benchmark, benchmark.dataset))
         # Data, templates and a task's own functions may raise anything. This benchmark fails, and the others go on.
         raise data_missing(benchmark, data, str(error) or type(error).__name__) from error
     return manager.load(tasks)
@@ -119,17 +120,12 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
 
 def _downloads() -> Path:
     """Return the folder for data sets with a loading script, laid out like that of `--data`."""
-    import datasets
+    import datasets.config
 
     return Path(datasets.config.HF_DATASETS_CACHE) / "attnres" / "hub"
 
 
-def _is_downloaded(benchmark: Benchmark) -> bool:
-    """Return whether the data set of a benchmark has a loading script and was downloaded before."""
-    return benchmark.dataset is not None and (_downloads() / benchmark.dataset).is_dir()
-
-
-def _download(benchmark: Benchmark) -> Path:
+def _download(benchmark: Benchmark, dataset: str) -> Path:
     """Download the data set of a benchmark, or only what is new, and return the folder for `load`.
 
     Raises:
@@ -137,18 +133,18 @@ def _download(benchmark: Benchmark) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    folder = _downloads() / benchmark.dataset
+    folder = _downloads() / dataset
     try:
         with _quiet_hub():
             # Not into the cache of the Hub, whose files are links to others outside of their folder.
-            snapshot_download(benchmark.dataset, repo_type="dataset", local_dir=folder)
+            snapshot_download(dataset, repo_type="dataset", local_dir=folder)
     except Exception as error:
         raise data_missing(benchmark, None, str(error), is_absent=isinstance(error, ConnectionError)) from error
     return _downloads()
 
 
 @contextmanager
-def _quiet_hub() -> Iterator[None]:
+def _quiet_hub() -> Generator[None]:
     """Suppress the progress bars of `datasets`, and the Hub's log line for each attempt at a request."""
     import datasets
     from huggingface_hub.utils import logging as hub_logging
@@ -170,7 +166,7 @@ def _cache_path(folder: Path) -> Path:
     By default, `datasets` chooses a path that depends on the folder's README alone. Two folders with the same README
     would share one cache entry, and a replaced data file would go unnoticed.
     """
-    import datasets
+    import datasets.config
 
     state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in data_folder.files_of(folder)]
     return Path(datasets.config.HF_DATASETS_CACHE) / "attnres" / sha256(repr(state).encode()).hexdigest()[:16]

@@ -128,7 +128,7 @@ def _absent_line(benchmarks: Sequence[Benchmark], data: Path | None) -> str:
     names = " ".join(dict.fromkeys(benchmark.dataset for benchmark in benchmarks if benchmark.dataset))
     folder = "DATA" if data is None else data
     download = f'for name in {names}; do hf download --repo-type dataset $name --local-dir "{folder}/$name"; done'
-    gated = [benchmark.dataset for benchmark in benchmarks if benchmark.gated]
+    gated = [benchmark.dataset for benchmark in benchmarks if benchmark.gated and benchmark.dataset]
     remedy = _remedy(download, data, gated)
     return (
         f"{titles}: the data sets of these {counted(len(benchmarks), 'benchmark')} cannot be read, {place}. "

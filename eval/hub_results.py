@@ -55,13 +55,14 @@ def make_results(rows: Sequence["ReportRow"], results: Mapping[str, Any], baseli
     """
     entries, incomplete, not_on_hub = {}, [], []
     for row in rows:
-        if not _is_on_hub(row.benchmark.dataset):
+        dataset = row.benchmark.dataset
+        if dataset is None or not _is_on_hub(dataset):
             not_on_hub.append(row.benchmark.title)
         elif row.items < row.whole:
             incomplete.append(f"{row.benchmark.title} ({row.items:,} of {row.whole:,} items)")
         else:
             entries[_file_name(row)] = EvalResultEntry(
-                dataset_id=row.benchmark.dataset,
+                dataset_id=dataset,
                 task_id=row.benchmark.leaderboard or row.benchmark.name,
                 value=round(float(row.score.value), 2),
                 dataset_revision=row.revision,
@@ -72,13 +73,13 @@ def make_results(rows: Sequence["ReportRow"], results: Mapping[str, Any], baseli
     return HubResults(entries, [f"{', '.join(names)}: {reason}." for reason, names in reasons.items() if names])
 
 
-def _is_on_hub(dataset: object) -> bool:
+def _is_on_hub(dataset: str) -> bool:
     """Return whether a data set has an id on the Hub, such as `openai/gsm8k`."""
     try:
         validate_repo_id(dataset)
     except HFValidationError:
         return False
-    return "/" in str(dataset)
+    return "/" in dataset
 
 
 def _file_name(row: "ReportRow") -> str:
@@ -96,7 +97,7 @@ def _notes(row: "ReportRow", software: Mapping[str, str], baseline: str | None) 
     unit = " in percent" if row.is_percent else ", not in percent"
     facts = [f"{row.shots}-shot", f"{scoring}{unit}", f"{row.items:,} items"]
     if row.second:
-        second_metric, second_filter = row.benchmark.second.split(",")
+        second_metric, second_filter = row.second.benchmark.metric.split(",")
         facts.append(f"{second_metric} ({second_filter}) {row.second.score.value:.2f}")
     if row.score.stderr is not None:
         facts.append(f"standard error {row.score.stderr:.2f}")

@@ -33,7 +33,7 @@ def current_items(task: Task, limit: int | None) -> Items:
     items: Items = {}
     # An item of several choices has one request for each; the harness hashes the prompt of the first.
     for request in sorted(task.instances, key=lambda request: request.idx):
-        if request.doc_id not in items:
+        if request.doc_id is not None and request.doc_id not in items:
             doc = json.dumps(request.doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
             texts = doc, request.arguments[0], str(task.doc_to_target(request.doc))
             items[request.doc_id] = tuple(map(hash_string, texts))

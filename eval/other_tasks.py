@@ -152,7 +152,7 @@ def _metrics(leaf: TaskConfig) -> Iterator[tuple[str, bool]]:
     from lm_eval.api.metrics import mean
     from lm_eval.api.registry import DEFAULT_METRIC_REGISTRY, get_metric_aggregation
 
-    default = [{"metric": metric} for metric in DEFAULT_METRIC_REGISTRY.get(leaf.get("output_type"), [])]
+    default = [{"metric": metric} for metric in DEFAULT_METRIC_REGISTRY.get(leaf.get("output_type", ""), [])]
     for entry in leaf.get("metric_list") or default:
         metric = str(entry["metric"])
         if os.sep in metric:  # a function of the task's own module, written as a path

@@ -57,7 +57,7 @@ def compare_pairs(scores: Sequence[float], baseline: Sequence[float], confidence
     losses = sum(a < b for a, b in zip(scores, baseline))
     # Half an item for each of four outcomes makes two items.
     padded_n, centre = n + 2, (wins - losses) / (n + 2)
-    margin = norm.ppf((1 + confidence) / 2) * math.sqrt(wins + losses + 1 - padded_n * centre**2) / padded_n
+    margin = float(norm.ppf((1 + confidence) / 2)) * math.sqrt(wins + losses + 1 - padded_n * centre**2) / padded_n
     p_value = binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
     low, high = max(-1.0, centre - margin), min(1.0, centre + margin)
     return Paired(n, (wins - losses) / n, low, high, float(p_value), wins, losses)

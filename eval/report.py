@@ -199,13 +199,13 @@ def plot(rows: Sequence[ReportRow], path: str | os.PathLike, model: str, baselin
 @styled
 def _draw(rows: Sequence[ReportRow], model: str, baseline: str | None) -> Drawing:
     """Return the figure of `plot`."""
-    series = {model: [row.score for row in rows]}
+    series = [(model, [row.score for row in rows])]
     if baseline:
-        series = {baseline: [row.baseline for row in rows], **series}
+        series.insert(0, (baseline, [row.baseline for row in rows if row.baseline is not None]))
     width = 0.8 / len(series)
     figure = blank(max(4.0, 1.6 + 0.6 * len(rows)), 3.6)
     axes = figure.subplots()
-    for i, (name, scores) in enumerate(series.items()):
+    for i, (name, scores) in enumerate(series):
         axes.bar(
             [row + (i - (len(series) - 1) / 2) * width for row in range(len(rows))],
             [score.value for score in scores],
@@ -216,14 +216,14 @@ def _draw(rows: Sequence[ReportRow], model: str, baseline: str | None) -> Drawin
             color="tab:gray" if len(series) > 1 and i == 0 else "tab:blue",
         )
     titles = [_label(row.benchmark.title, TITLE_CHARACTERS) for row in rows]
-    turned = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(rows) > 1 else {}
+    turned: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if len(rows) > 1 else {}
     axes.set_xticks(range(len(rows)), titles, **turned)
     # With few benchmarks, wider margins keep the bars from filling the chart.
     margin = max(0.6, 1.6 - 0.4 * len(rows))
     axes.set_xlim(-margin, len(rows) - 1 + margin)
     unit = "%" if all(row.is_percent for row in rows) else "% or the metric's unit"
     axes.set_ylabel(f"score ({unit}), ± one standard error")
-    if all(score.value >= 0 for scores in series.values() for score in scores):
+    if all(score.value >= 0 for _, scores in series for score in scores):
         axes.set_ylim(bottom=0)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

@@ -133,7 +133,7 @@ def make_row(
         score=_score(benchmark, results, is_percent),
         shortened=_shortened(stored),
         whole=sum(results["n-samples"][name]["original"] for name in stored),
-        output_type=next(iter(tasks["tasks"].values())).OUTPUT_TYPE,
+        output_type=next(iter(tasks["tasks"].values())).OUTPUT_TYPE or "",
         date=max((result["date"] for result in stored.values() if "date" in result), default=None),
         revision=_revision(stored),
         is_percent=is_percent,

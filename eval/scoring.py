@@ -19,7 +19,7 @@ _GROUPED_BY_POINTS = re.compile(r"[+-]?\d{1,3}(\.\d{3})+")
 _WHOLE = re.compile(r"[+-]?\d[\d,\s]*")
 _CHINESE_FRACTION = re.compile(r"(\d+)分之(\d+)")
 # ASCII punctuation and typographic quotes.
-_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "\u2018\u2019\u00b4", " "))
+_PUNCTUATION = str.maketrans({mark: " " for mark in string.punctuation + "\u2018\u2019\u00b4"})
 _CMATH_TOLERANCE = Fraction(1, 100)
 
 
@@ -109,6 +109,8 @@ def cmath(doc: dict, results: list[str]) -> dict[str, float]:
         results: The one filtered answer.
     """
     answer, gold = number(results[0]), number(doc["golden"])
+    if gold is None:
+        raise ValueError(f"the gold answer {doc['golden']!r} is not a number")
     if answer is None:
         return {"exact_match": 0.0}
     if all(_is_whole(text) for text in (results[0], doc["golden"])):
@@ -153,9 +155,10 @@ def gpqa(dataset: datasets.Dataset) -> datasets.Dataset:
         choices = {f"choice{place}": doc[column].strip() for place, column in enumerate(order, start=1)}
         return {**choices, "answer": "({})".format("ABCD"[order.index("Correct Answer")])}
 
-    return dataset.map(shuffle)
+    return dataset.map(shuffle)  # pyrefly: ignore[bad-return]  # its decorator is annotated for both kinds
 
 
 def mbpp_shots(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return the three problems that the authors of MBPP use as shots: numbers 2, 3 and 4 of the split `prompt`."""
+    # pyrefly: ignore[bad-return]  # its decorator is annotated for both kinds
     return dataset.filter(lambda doc: doc["task_id"] in (2, 3, 4))

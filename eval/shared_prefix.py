@@ -32,7 +32,7 @@ from lm_eval.api.registry import register_model
 from torch import Tensor
 from transformers import Cache, PretrainedConfig
 
-from attnres.eval.corrected_hflm import Answer, CorrectedHFLM, Finish, Request
+from attnres.eval.language_model import Answer, Finish, LanguageModel
 from attnres.eval.prefix_tree import Node, PromptRow, make_rows, make_tree, pays
 
 logger = logging.getLogger(__name__)
@@ -55,18 +55,22 @@ class Abilities(NamedTuple):
 
 
 @register_model("attnres")
-class SharedPrefixLM(CorrectedHFLM):
+class SharedPrefixLM(LanguageModel):
     """A model in the harness that computes common beginnings of prompts once.
 
-    Its numbers equal those of [`CorrectedHFLM`][attnres.eval.corrected_hflm.CorrectedHFLM], which takes the same
-    arguments. With `logits_cache=False`, and for encoder-decoder models, each request is computed on its own.
+    Its arguments are those of [`LanguageModel`][attnres.eval.language_model.LanguageModel]. With `logits_cache=False`,
+    each request is computed on its own.
     """
 
-    def _score_requests(self, requests: Sequence[Request], finish: Finish) -> None:
+    def _score_requests(self, requests: Sequence[tuple[list[int], list[int]]], finish: Finish) -> None:
         """Compute requests along the tree of their beginnings, and pass answers to `finish` as they come."""
-        if self.backend != "causal" or not self.logits_cache:
-            return super()._score_requests(requests, finish)
-        rows = make_rows([(context, continuation) for _, context, continuation in requests])
+        if not self.logits_cache:
+            rows = [
+                PromptRow((context + continuation)[:-1], len(context) - 1, [(index, continuation)])
+                for index, (context, continuation) in enumerate(requests)
+            ]
+            return self._score_node(Node([], rows), share_questions=False, cache=None, finish=finish)
+        rows = make_rows(requests)
         # The longest row that may continue from a cache; -1 if none may.
         limit = _fixed_positions_length(self.config) if rows and self.abilities.share_prefix else -1
         tree = make_tree([row for row in rows if len(row.tokens) <= limit])
@@ -194,8 +198,7 @@ class SharedPrefixLM(CorrectedHFLM):
             arguments |= {self._cache_name: cache, "use_cache": True}
         elif "use_cache" in self._argument_names:
             arguments |= {"use_cache": False}
-        dtype = self.mixed_precision_dtype
-        with torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None):
+        with self._autocast():
             outputs = self.model(ids, **arguments)
         logits = outputs.logits
         if not abilities.keep_logits:

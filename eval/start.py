@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 
+from attnres.checkpoints.source import ModelSource
 from attnres.utils.files import check_writable
-from attnres.utils.hub import check_source, describe_adapter, is_adapter, is_dataset_cached, is_offline, use_cache_alone
+from attnres.utils.hub import describe_adapter, is_adapter, is_dataset_cached, is_offline, use_cache_alone
 
 from .failures import Failures, Reason, TaskFailure, code_refused, data_missing
 from .hub_results import FOLDER
@@ -39,7 +40,7 @@ def check_run(options: EvalOptions) -> None:
                 f"{describe_adapter(name)} Or evaluate it on its base, by the harness alone: lm_eval run --model hf "
                 f"--model_args pretrained=BASE,peft={name},trust_remote_code=True --tasks ..."
             )
-        check_source(name)
+        ModelSource(name).check(needs_weights=True)
     out = options.out
     written = {RESULTS, BASELINE_RESULTS, REPORT, CHART}
     # `atomic_write` leaves `.NAME.partial` behind when it is killed.

@@ -47,8 +47,8 @@ def check_same_task(task: Task, stored: Mapping[str, Any], path: Path) -> None:
     config_before = stored["configs"][task.task_name]
     config_now = json.loads(to_json(task.dump_config()))
     # Without a number, a task has no shots. The run sets 0 before it stores the configuration.
-    before = {**config_before, "num_fewshot": config_before.get("num_fewshot") or 0}
-    now = {**config_now, "num_fewshot": config_now.get("num_fewshot") or 0}
+    before: dict[str, Any] = {**config_before, "num_fewshot": config_before.get("num_fewshot") or 0}
+    now: dict[str, Any] = {**config_now, "num_fewshot": config_now.get("num_fewshot") or 0}
     if stored.get("answer_tokens") is not None:
         # A model with a short context may have had fewer tokens for an answer than the task reserves.
         for config, number in ((before, stored["answer_tokens"]), (now, answer_tokens(now.get("generation_kwargs")))):
@@ -102,7 +102,8 @@ def scoring_digest(task: Task) -> str:
     file names, and the files in the same folder from which they import functions.
     """
     config = task.config
-    steps = [step for entry in config.filter_list or [] for step in entry["filter"]]
+    filters = config.filter_list if isinstance(config.filter_list, list) else []
+    steps = [step for entry in filters for step in entry["filter"]]
     metrics = [value for entry in config.metric_list or [] for value in entry.values()]
     files: set[Path] = set()
     for function in [config.process_results, *metrics, *(value for step in steps for value in step.values())]:
@@ -121,7 +122,7 @@ def _metric_by_filter(benchmark: Benchmark) -> dict[str, str]:
     return {filter_name: metric for metric, filter_name in keys}
 
 
-def _is_score(value: object) -> bool:
+def _is_score(value: Any) -> bool:
     """Return whether an item's score is a finite number. The harness writes some NumPy numbers as text."""
     try:
         return math.isfinite(float(value))

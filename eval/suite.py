@@ -7,7 +7,7 @@ lists the tasks without one, `run_jobs` evaluates a model on these, and `collect
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -81,7 +81,7 @@ def load_all(
 
 
 @dataclass(frozen=True)
-class Job:
+class EvalJob:
     """A task to run on a model.
 
     Attributes:
@@ -95,7 +95,7 @@ class Job:
     work: float
 
 
-def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed: int) -> list[Job]:
+def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed: int) -> list[EvalJob]:
     """Return the tasks that have no stored result, in order.
 
     A stored result is reported without running a model again, so its task must not have changed since.
@@ -114,7 +114,7 @@ def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed:
     for benchmark, tasks in loaded.items():
         for name, task in tasks["tasks"].items():
             if name not in store:
-                jobs.append(Job(benchmark, task, _work(task, limit)))
+                jobs.append(EvalJob(benchmark, task, _work(task, limit)))
                 continue
             stored = store.read(name)
             check_same_task(task, stored, store.path(name))
@@ -125,8 +125,9 @@ def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed:
 
 
 def _work(task: Task, limit: int | None) -> float:
-    """Estimate the cost of a task, in the unit of `Job.work`."""
-    num_items = min(len(task.task_docs), limit or len(task.task_docs)) * task.config.repeats
+    """Estimate the cost of a task, in the unit of `EvalJob.work`."""
+    whole = len(task.task_docs)  # pyrefly: ignore[missing-attribute]  # every task of a file has it
+    num_items = min(whole, limit or whole) * task.config.repeats
     if task.OUTPUT_TYPE != "generate_until":
         return num_items
     return num_items * (1 + answer_tokens(task.config.generation_kwargs) / TOKENS_LIKE_A_CHOICE)
@@ -134,7 +135,7 @@ def _work(task: Task, limit: int | None) -> float:
 
 def run_jobs(
     lm: SharedPrefixLM,
-    jobs: Sequence[Job],
+    jobs: Sequence[EvalJob],
     store: ResultStore,
     *,
     limit: int | None,
@@ -149,7 +150,7 @@ def run_jobs(
         store: Where the results go.
         limit: How many items of each task are asked, from the first; `None` for all.
         seed: The seed of the prompts.
-        on_work: Called with the benchmark that runs and the work done so far, in the unit of `Job.work`.
+        on_work: Called with the benchmark that runs and the work done so far, in the unit of `EvalJob.work`.
 
     Returns:
         The failures, for example because a single sequence does not fit in memory or a task's own code raises an error.
@@ -177,7 +178,7 @@ def run_jobs(
     return failures
 
 
-def _evaluate(lm: SharedPrefixLM, job: Job, limit: int | None, seed: int) -> dict[str, Any]:
+def _evaluate(lm: SharedPrefixLM, job: EvalJob, limit: int | None, seed: int) -> dict[str, Any]:
     """Evaluate one task.
 
     Returns:
@@ -217,7 +218,7 @@ def _evaluate(lm: SharedPrefixLM, job: Job, limit: int | None, seed: int) -> dic
 
 def _count_requests(task: Task) -> int:
     """Return the number of requests that the model receives for a task. The harness clones one for each repeat."""
-    return sum(request.repeats for request in task.instances)
+    return sum(request.repeats or 1 for request in task.instances)
 
 
 def prepare(task: Task, seed: int) -> None:
@@ -234,13 +235,14 @@ def prepare(task: Task, seed: int) -> None:
 
 
 @contextmanager
-def _quiet_harness() -> Iterator[None]:
+def _quiet_harness() -> Generator[None]:
     """Suppress the harness's log lines and its bar for each task. The command draws one bar for the whole run."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
     # `Task.build_all_requests` always draws a bar: it has no argument against that, and tqdm reads the environment
     # variable TQDM_DISABLE only at import.
+    # pyrefly: ignore[bad-assignment]  # the harness only calls it
     lm_eval.api.task.tqdm = partial(tqdm, disable=True)
     try:
         yield
@@ -296,4 +298,4 @@ def software() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("attnres", "lm_eval", "torch", "transformers")}
 
 
-__all__ = ["Job", "Loaded", "collect", "find_unfinished", "load_all", "prepare", "run_jobs", "software"]
+__all__ = ["EvalJob", "Loaded", "collect", "find_unfinished", "load_all", "prepare", "run_jobs", "software"]

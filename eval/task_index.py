@@ -46,6 +46,7 @@ def find_task_manager(name: str, include_path: Path | None) -> "TaskManager":
     whole_word = re.compile(rb"(?<![\w-])%b(?![\w-])" % re.escape(name.encode()))
     files = (path for path in stock.rglob("*.yaml") if whole_word.search(path.read_bytes()))
     folders = sorted({stock / path.relative_to(stock).parts[0] for path in files})
+    # pyrefly: ignore[not-iterable]  # `index_folders` gives the harness a list
     folders += [*task_manager().include_path, *([include_path] if include_path else [])]
     manager = index_folders(folders, include_defaults=False)
     if name not in manager.task_index or _is_complete(name, manager):

@@ -3,7 +3,7 @@
 By itself, it compiles a template for every item, which takes a minute for MMLU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 
@@ -11,7 +11,7 @@ import lm_eval.utils
 
 
 @contextmanager
-def templates_compiled_once() -> Iterator[None]:
+def templates_compiled_once() -> Generator[None]:
     """Keep compiled templates inside the context."""
     # The harness renders every template by the global `lm_eval.utils.env`, which no argument can replace.
     environment = lm_eval.utils.env

@@ -37,29 +37,31 @@ def measure_costs(comparison: DeclaredComparison, labels: Sequence[str], ways: S
     print(f"Timing a step of {', '.join(labels)}. To compile a model takes minutes.", flush=True)
     keep_freed_memory()
     ids = torch.randint(experiment.text.vocab_size, (experiment.batch_size, experiment.length), device=device)
+    # pyrefly: ignore[bad-argument-type]  # `transformers` wraps `to`, and the checker loses its `self`
     eager = {label: build(experiment, experiment.connections[label], 0).to(device) for label in labels}
     models = {
-        (way, label): torch.compile(model) if way == "compiled" else model
+        f"{way} {label}": torch.compile(model) if way == "compiled" else model
         for way in ways
         for label, model in eager.items()
     }
     set_seed(0)
-    steps = training_step(models, ids)
+    # pyrefly: ignore[bad-argument-type]  # a compiled model has the methods of the model
+    steps = dict(training_step(models, ids))
     if experiment.bfloat16:
         steps = {name: torch.autocast(device, torch.bfloat16)(step) for name, step in steps.items()}
     # All models run through the same lines of code, each of which is compiled anew for each model.
     with torch._dynamo.config.patch(recompile_limit=2 * len(models)):
         timings = interleave(steps, Setting(torch.get_num_threads(), REPEATS, device=device), calls=1)
 
-    def ratio(step: tuple[str, str], base: tuple[str, str]) -> dict[str, float]:
+    def ratio(step: str, base: str) -> dict[str, float]:
         return {name: round(v, 4) for name, v in asdict(Ratio.of(timings[step].wall, timings[base].wall)).items()}
 
-    ratios = {way: {label: ratio((way, label), (way, BASELINE)) for label in eager} for way in ways}
+    ratios = {way: {label: ratio(f"{way} {label}", f"{way} {BASELINE}") for label in eager} for way in ways}
     if set(ways) == set(WAYS):
-        ratios["compiled to eager"] = {label: ratio(("compiled", label), ("eager", label)) for label in eager}
+        ratios["compiled to eager"] = {label: ratio(f"compiled {label}", f"eager {label}") for label in eager}
     memory = {}
     if "eager" in ways:
-        peaks = {label: step_bytes(model, steps["eager", label], device)["step"] for label, model in eager.items()}
+        peaks = {label: step_bytes(model, steps[f"eager {label}"], device)["step"] for label, model in eager.items()}
         memory = {label: round(peak / peaks[BASELINE], 4) for label, peak in peaks.items()}
     with store.update():
         stored = store.costs

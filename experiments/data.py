@@ -8,11 +8,13 @@ import hashlib
 import json
 import lzma
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from attnres.training.data.packing import in_blocks
 from attnres.utils.files import atomic_write
@@ -58,6 +60,22 @@ class TokenData:
         return self.train[order[:count]]
 
 
+def token_stream(documents: list[str], tokenizer: PreTrainedTokenizerBase, begin: bool = False) -> np.ndarray:
+    """Tokenise documents and join them to one stream, without the special tokens that the tokenizer adds by itself.
+
+    Args:
+        documents: The documents.
+        tokenizer: The tokenizer.
+        begin: Put the beginning-of-text token before each document. Else put the end-of-text token after it.
+
+    Returns:
+        The token ids, int64 `[tokens]`.
+    """
+    tokenized = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"] if documents else []
+    first, last = ([tokenizer.bos_token_id], []) if begin else ([], [tokenizer.eos_token_id])
+    return np.fromiter(chain.from_iterable(chain(first, ids, last) for ids in tokenized), np.int64)
+
+
 def prepared_file(text: Corpus, out: Path = PREPARED) -> Path:
     """Return the file of the token ids of a text."""
     return out / f"{text.name}.xz"
@@ -84,7 +102,7 @@ def prepare(text: Corpus, corpus: Path | None, out: Path = PREPARED) -> None:
     if corpus is None or corpus.resolve().name != text.corpus:
         raise ValueError(f"--corpus must be the folder of {text.corpus}; got {corpus}.")
     # Imported here, since the machine of the GPU has prepared text and no `datasets`.
-    from attnres.training.text import read_documents, token_stream, train_tokenizer
+    from attnres.training.text import read_documents, train_tokenizer
 
     documents = read_documents(corpus / "train.txt", text.characters)
     tokenizer = train_tokenizer(documents, text.vocab_size)

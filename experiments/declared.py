@@ -103,7 +103,7 @@ class ScratchExperiment:
 
     def config(self, connection: Mapping[str, Any]) -> PreTrainedConfig:
         """Return the configuration of the model with the fields of a connection. Raise ValueError if one is unknown."""
-        values = self.model | connection
+        values = {**self.model, **connection}
         if name := values.pop("name", None):
             return load(name, **values)
         model_type = values.pop("model_type")

@@ -4,6 +4,7 @@ An inspection is the `inspection.json` of `attnres inspect`.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median_high
 from typing import Any
@@ -24,7 +25,7 @@ ROWS = (
 
 def write() -> None:
     """Write the table of all inspections into the page: a column for each model and a row for each measure."""
-    columns = [ROWS]
+    columns: list[Sequence[str]] = [ROWS]
     for path in sorted(INSPECTIONS.glob("*.json")):
         models = json.loads(path.read_text(encoding="utf-8"))["models"]
         for model in models:

@@ -21,13 +21,13 @@ from attnres.commands.inspect import InspectedSource
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
 from attnres.training.data.packing import in_blocks
-from attnres.training.runs import Run, sequence_losses, train
-from attnres.training.text import read_documents, token_stream
+from attnres.training.text import read_documents
 
-from .data import TokenData, load
+from .data import TokenData, load, token_stream
 from .declared import HEALING_SEEDS, SELECTION_SEED, HealingExperiment, HealingRecipe
 from .runs import PlannedRun, make_runs
 from .store import RunStore
+from .training import Run, sequence_losses, train
 
 REPORT = "report"
 DECAY_SHARE = 0.5
@@ -122,7 +122,7 @@ def continue_training(
         )
         # Each stage has a folder: the second must not resume from checkpoints of the first.
         part, folder = blocks[first * batch_size : last * batch_size], work / f"{first}-{trained}"
-        train(model, part, schedule, on_step, work=folder)
+        train(model, part, schedule, folder, on_step)
 
 
 @dataclass(frozen=True)

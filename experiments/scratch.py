@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from attnres.analysis.depth_attention import depth_attention
 from attnres.configuration import count_parameters
 from attnres.training.balance import ExpertBalance, routers
-from attnres.training.runs import Run, sequence_losses, train
 
 from .data import TokenData, tokenizer_folder
 from .declared import BASELINE, SELECTION_SEED, ScratchExperiment
 from .runs import PlannedRun, make_runs
 from .store import RunStore
+from .training import Run, sequence_losses, train
 
 BEYOND = 2.0  # the factor by which a sweep goes on if its best rate is the last one tried
 WARMUP, DECAY = 0.05, 0.5  # shares of the steps
@@ -114,9 +114,9 @@ class DeclaredComparison:
             model,
             self.data.order(run.seed, run.steps * experiment.batch_size),
             schedule,
+            work,
             on_step,
             [ExpertBalance(BALANCING)] if routers(model) else [],
-            work,
             bf16=experiment.bfloat16,
             torch_compile=self.compiled,
             use_cpu=self.device == "cpu",

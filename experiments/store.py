@@ -6,7 +6,7 @@ Curves and depth attention are long, so a line holds them compressed: base 85 of
 import base64
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class RunStore:
         self.costs = content.get("costs", {})
 
     @contextmanager
-    def update(self) -> Iterator[None]:
+    def update(self) -> Generator[None]:
         """Hold the file while the block changes `runs` or `costs`, then write it. One process at a time does so."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")):

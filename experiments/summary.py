@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from attnres.configuration import count_parameters
 from attnres.utils.drawing import SMALL, Drawing, column, finish, styled
@@ -72,7 +73,7 @@ def lead_of(comparison: DeclaredComparison) -> Lead | None:
     )
 
 
-def _is_block(connection: Mapping[str, object]) -> bool:
+def _is_block(connection: Mapping[str, Any]) -> bool:
     others = connection.keys() - {"attn_res_block_size", "residual_connection"}
     return connection.get("attn_res_block_size", 1) > 1 and not others
 
@@ -153,7 +154,7 @@ def _draw(here: Sequence[Lead], others: Sequence[Lead]) -> Drawing:
         # Leads of here have their numbers above their bars and the others below, so that they do not collide.
         for place, value, deviation, text in zip(places, means, deviations, numbers):
             end, offset = (value + deviation, 3) if group is measured else (value - deviation, -10)
-            axes.annotate(str(text), (place, end), (0, offset), textcoords="offset points", ha="center", fontsize=SMALL)
+            axes.annotate(text, (place, end), (0, offset), textcoords="offset points", ha="center", fontsize=SMALL)
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set_xscale("log")
     axes.margins(x=0.08, y=0.08)

@@ -19,7 +19,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration_attnres import ResidualConfig, Sublayers
 from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
-from .experts_attnres import call_module
+from .experts_attnres import call_experts
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
@@ -123,7 +123,7 @@ class ResidualDecoderLayer(_AnyLayer):
                 for name in branch[is_normed:]:  # without the first module, if the read has applied that norm
                     module = modules[name]
                     if name not in ("attention", "self_attn"):
-                        output = call_module(module, output)
+                        output = call_experts(module, output) if "experts" in module._modules else module(output)
                     elif self.mixes_values:
                         output, *_, first_values = self.attend(module, output, first_values=first_values, **kwargs)
                     else:
@@ -133,9 +133,8 @@ class ResidualDecoderLayer(_AnyLayer):
             if sublayer.multiplier is not None:
                 output = output * getattr(self, sublayer.multiplier)
             state = modules[f"{sublayer.name}_proj"].write(state, output)
-        if self.mixes_values:
-            state = _pack_values(state, first_values)
-        return reader.after(self.layer_idx, state)
+        state = reader.after(self.layer_idx, state)
+        return _pack_values(state, first_values) if self.mixes_values and self.layer_idx != reader.last else state
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> tuple[Any, ...]:
         """Call an attention, and return its results. The first is its output `[batch, seq, hidden]`.
@@ -201,7 +200,7 @@ class DepthReader:
         """
         if self.model is None or layer_idx != self.last:
             return state
-        return self.read(self.model, "output_attn_res", _unpack_values(state)[0])[0]
+        return self.read(self.model, "output_attn_res", state)[0]
 
 
 class ResidualModel(ResidualPreTrainedModel):
@@ -323,8 +322,10 @@ class ResidualModel(ResidualPreTrainedModel):
         plan = None
         # Records are taken from calls of the connections, which a plan bypasses.
         if not (is_recorded or torch.compiler.is_compiling()):
-            connection = CONNECTIONS[self.config.residual_connection].form(self.config)
-            plan = (connection.training_plan if torch.is_grad_enabled() else connection.inference_plan)(self)
+            # One connection is enough to ask: a plan checks that all have the same class.
+            name = "training_plan" if torch.is_grad_enabled() else "inference_plan"
+            make_plan = getattr(self._modules["output_attn_res_proj"], name, None)  # a pipeline stage may lack it
+            plan = None if make_plan is None else make_plan(self)
         # `zip` ends with `args`, the arguments that were given by position.
         arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
         # The backbone's loop passes extra arguments on to every layer, so `reader` reaches the layers.

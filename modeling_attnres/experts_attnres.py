@@ -1,4 +1,4 @@
-"""The call of a module that may have routed experts, with an error that says which setting helps.
+"""The call of a module with routed experts, with an error that says which setting helps.
 
 By default `transformers` multiplies all experts at once, by `grouped_mm` of PyTorch. That takes some widths and dtypes
 only, and its errors name neither the weights nor the setting.
@@ -11,12 +11,11 @@ _ALIGNMENT = 16  # bytes
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def call_module(module: nn.Module, hidden_states: Tensor) -> Tensor:
-    """Compute the output `[batch, seq, hidden]` of a norm, an MLP or a dropout for an input of that shape.
+def call_experts(module: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Compute the output `[batch, seq, hidden]` of an MLP with experts for an input of that shape.
 
     Raises:
-        ValueError: the module is an MLP, and `grouped_mm` cannot multiply the weights of its experts, because of their
-            width or dtype.
+        ValueError: `grouped_mm` cannot multiply the weights of the experts, because of their width or dtype.
     """
     # A graph has no handlers of exceptions, and other kernels for some of these weights.
     if torch.compiler.is_compiling():

@@ -18,8 +18,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from attnres import ResidualConfig
 from attnres.checkpoints.generation_settings import check_generation_saving
-from attnres.checkpoints.source import ModelSource
-from attnres.checkpoints.source_code import CODE_FIELDS
+from attnres.checkpoints.source import SPECIAL_TOKENS, ModelSource
 from attnres.checkpoints.whole import Part, check_memory
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
@@ -35,13 +34,35 @@ from .parallel.pipeline_parts import make_part, part_of
 from .parallel.sharding import check_fsdp2, load_sharded
 from .recipe import Recipe
 from .run_folder import START
-from .start import HEAL
+from .start import HEAL, check_from_scratch
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
+
+
+def prepare_source(recipe: Recipe, name: str) -> PreTrainedTokenizerBase:
+    """Check the model of a recipe, without loading its weights, and load the tokenizer.
+
+    Args:
+        recipe: The recipe of the run.
+        name: The recipe's name if it comes with `attnres`, else empty.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        OSError, ValueError: As [`check_model`] and [`prepare_tokenizer`], or the recipe cannot start from scratch.
+    """
+    if recipe.source.is_named:
+        check_from_scratch(recipe, name)
+        tokenizer = prepare_tokenizer(recipe)
+        check_model(recipe, name, tokenizer)
+        return tokenizer
+    # First, since `transformers` reads the configuration for the tokenizer too.
+    check_model(recipe, name)
+    return prepare_tokenizer(recipe)
 
 
 def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -60,13 +81,13 @@ def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_model(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_model(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Check that the configuration of a recipe's model gives a model that the recipe can train.
 
     Args:
         recipe: The recipe of the run.
         name: The recipe's name if it comes with `attnres`, else empty.
-        tokenizer: The tokenizer of the run.
+        tokenizer: The tokenizer of the run, of which a model from scratch gets the vocabulary.
 
     Raises:
         FileNotFoundError: The model cannot be found or read.
@@ -100,12 +121,9 @@ def check_model(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase) -
     with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
         # Checkpoints of an adapter hold no settings of generation.
         is_saved = recipe.lora is None or recipe.merge
-        check_generation_saving(source.checkpoint, _special_tokens(recipe) if is_saved else {})
-
-
-def _special_tokens(recipe: Recipe) -> dict[str, Any]:
-    """Return the special tokens that a recipe names in `config`. A trained model keeps all others of its source."""
-    return {name: recipe.config[name] for name in SPECIAL_TOKENS if name in recipe.config}
+        # A trained model keeps all other special tokens of its source.
+        special = {name: recipe.config[name] for name in SPECIAL_TOKENS if name in recipe.config}
+        check_generation_saving(source.checkpoint, special if is_saved else {})
 
 
 def _config_fields(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
@@ -246,7 +264,7 @@ def prepare_model(
             model = load_sharded(None, sharding, start, build)
         else:
             load = partial(load_sharded, sharding=sharding, start=start, build=build)
-            model = _without_code(recipe, recipe.source.build(load, **recipe.config))
+            model = recipe.source.build(load, **recipe.config)
     if recipe.residual_alone and not residual_tensors(model):
         raise ValueError(
             f"`residual_alone` of the recipe is {recipe.residual_alone:g}, but must be 0: {recipe.model} has no "
@@ -288,7 +306,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, part:
         loaded = part if part is None or recipe.retrofit is None else partial(_part_of_retrofit, recipe, part)
         load = None if recipe.retrofit is None else load_source
         options = {} if loaded is None else {"part": loaded}
-        model = _without_code(recipe, source.build(load, starts_anew=True, **options, **fields))
+        model = source.build(load, starts_anew=True, **options, **fields)
     if recipe.retrofit is not None:
         # A retrofit of the whole model refuses one that is offloaded.
         model = retrofit(model, **recipe.retrofit) if part is None else retrofit_part(model, **recipe.retrofit)
@@ -300,21 +318,10 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, part:
     return model
 
 
-def _without_code(recipe: Recipe, model: PreTrainedModel) -> PreTrainedModel:
-    """Return a loaded model with the recipe's special tokens for generation, and without fields that name code."""
-    # The file of settings of generation has its own, by which `generate` ends a text.
-    if model.generation_config is not None:
-        vars(model.generation_config).update(_special_tokens(recipe))
-    # Code that came with the model was not run, so the saved model must not refer to it.
-    for name in CODE_FIELDS:
-        vars(model.config).pop(name, None)
-    return model
-
-
 def _part_of_retrofit(recipe: Recipe, part: Part, source: PreTrainedModel) -> frozenset[str]:
     """Return the names that `part` gives for the retrofit of a model: its layers decide how it is cut."""
     with torch.device("meta"):
         return part(AutoModelForCausalLM.from_config(retrofit_config(source.config, **recipe.retrofit)))
 
 
-__all__ = ["build_model", "check_model", "prepare_data", "prepare_model", "prepare_tokenizer"]
+__all__ = ["build_model", "check_model", "prepare_data", "prepare_model", "prepare_source", "prepare_tokenizer"]

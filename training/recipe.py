@@ -18,7 +18,7 @@ from attnres.checkpoints.source import ModelSource
 from attnres.utils.declared import declared_connections
 from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
-from attnres.utils.yaml_files import TextScalars, UniqueKeys, load_yaml
+from attnres.utils.yaml_files import TextScalars, UniqueKeys, parse_yaml
 
 from .parallel.pipeline_settings import PipelineSettings
 from .settings import (
@@ -335,7 +335,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
             raise ValueError(f"{change!r} is not of the form key=value. A value with spaces needs quotes.")
         name, dot, inner = key.partition(".")
         try:
-            parsed = read_yaml(value, change, TextScalars if key in _AS_WRITTEN else UniqueKeys)
+            parsed = parse_yaml(value, change, TextScalars if key in _AS_WRITTEN else UniqueKeys)
         except ValueError:
             _check_undivided(changes[number:])
             raise
@@ -358,7 +358,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
 
 def _read_keys(text: str, path: str | Path) -> dict[Any, Any]:
     """Return the keys and values of a recipe's file."""
-    content, as_written = read_yaml(text, path), read_yaml(text, path, TextScalars)
+    content, as_written = parse_yaml(text, path), parse_yaml(text, path, TextScalars)
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -399,32 +399,12 @@ def _read_text(path: str | Path) -> str:
     return packaged.read_text(encoding="utf-8")
 
 
-def read_yaml(text: str, place: str | Path, loader: type[UniqueKeys] = UniqueKeys) -> Any:
-    """Parse YAML.
-
-    Args:
-        text: The YAML.
-        place: Where it stands, for the error message.
-        loader: The class that constructs the values.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: The text is not YAML.
-    """
-    try:
-        return load_yaml(text, loader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{place} is broken YAML: {' '.join(str(error).split())}") from error
-
-
 def _check_undivided(changes: Sequence[str]) -> None:
     """Raise ValueError if the first change is broken YAML only because the shell divided it at its spaces."""
     for end in range(2, len(changes) + 1):
         whole = " ".join(changes[:end])
         try:
-            read_yaml(whole.partition("=")[2], whole)
+            parse_yaml(whole.partition("=")[2], whole)
         except ValueError:
             continue
         raise ValueError(f"The shell divides {whole} at its spaces: put it in quotes, '{whole}'.")
@@ -437,7 +417,6 @@ __all__ = [
     "SCHEDULES",
     "Recipe",
     "read_recipe",
-    "read_yaml",
     "recipe_names",
     "write_recipe",
 ]

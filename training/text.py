@@ -8,10 +8,8 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -112,19 +110,3 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedToke
     tokenizer.train_from_iterator(documents, trainer)
     special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": PADDING}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-def token_stream(documents: list[str], tokenizer: PreTrainedTokenizerBase, begin: bool = False) -> np.ndarray:
-    """Tokenise documents and join them to one stream, without the special tokens that the tokenizer adds by itself.
-
-    Args:
-        documents: The documents.
-        tokenizer: The tokenizer.
-        begin: Put the beginning-of-text token before each document. Else put the end-of-text token after it.
-
-    Returns:
-        The token ids, int64 `[tokens]`.
-    """
-    tokenized = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"] if documents else []
-    first, last = ([tokenizer.bos_token_id], []) if begin else ([], [tokenizer.eos_token_id])
-    return np.fromiter(chain.from_iterable(chain(first, ids, last) for ids in tokenized), np.int64)

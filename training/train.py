@@ -38,11 +38,10 @@ from .parallel.sharding import (
     make_sharding,
     shard_by_deepspeed_later,
 )
-from .prepare import check_model, prepare_data, prepare_model, prepare_tokenizer
+from .prepare import prepare_data, prepare_model, prepare_source
 from .recipe import Recipe
 from .report import collect_results, describe_results, write_run
 from .run_folder import check_data, check_length, hold_folder, record_run
-from .start import check_from_scratch
 from .trainer import AttnResTrainer
 from .waiting import first_process_first
 
@@ -105,10 +104,7 @@ def _train_in_folder(
             check_checkpoint(Path(checkpoint))
             if arguments.load_best_model_at_end:
                 check_best(Path(checkpoint))
-        if recipe.source.is_named:
-            check_from_scratch(recipe, name)
-        tokenizer = prepare_tokenizer(recipe)
-        check_model(recipe, name, tokenizer)
+        tokenizer = prepare_source(recipe, name)
         train, held_out, digests = prepare_data(recipe, tokenizer)
         set_steps(arguments, recipe, train)
         if state.is_main_process:

@@ -56,6 +56,23 @@ def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any
         raise ValueError(f"a value does not fit its tag ({error!r})") from error
 
 
+def parse_yaml(text: str, place: str | Path, loader: type[yaml.SafeLoader] = UniqueKeys) -> Any:
+    """Return the value of YAML that a user wrote.
+
+    Args:
+        text: The YAML.
+        place: Where it stands, for the error message.
+        loader: As in [`load_yaml`].
+
+    Raises:
+        ValueError: It is not YAML. The message is one line that names the place.
+    """
+    try:
+        return load_yaml(text, loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{place} is broken YAML: {' '.join(str(error).split())}") from error
+
+
 def read_yaml(path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """Return the value of a YAML file.
 
@@ -93,4 +110,4 @@ def load_card_metadata(path: Path) -> dict[str, Any] | None:
     return metadata
 
 
-__all__ = ["TextScalars", "UniqueKeys", "load_card_metadata", "load_yaml", "read_yaml"]
+__all__ = ["TextScalars", "UniqueKeys", "load_card_metadata", "load_yaml", "parse_yaml", "read_yaml"]

@@ -46,11 +46,11 @@ class MachineCode(NullCache):
         except Exception:  # the file is missing, or another version wrote it: compile the loop
             return None
 
-    def save_overload(self, sig, data) -> None:
+    def save_overload(self, sig, cres) -> None:
         """Write machine code to disk if possible."""
         try:
-            content = dumps(data._reduce())
-            path = self._path(sig, data.codegen)
+            content = dumps(cres._reduce())
+            path = self._path(sig, cres.codegen)
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
                 file.write(hashlib.sha256(content).digest() + content)
@@ -70,6 +70,7 @@ def folder() -> Path:
     Raises:
         OSError: no folder can be written to.
     """
+    # pyrefly: ignore[missing-attribute]  # `numba` sets the names of its configuration at run time
     chosen = numba.config.CACHE_DIR  # NUMBA_CACHE_DIR
     parents = [Path(chosen)] if chosen else usual_parents(__file__)
     return writable_folder(f"attnres-{_sources_digest()[:32]}", parents)

@@ -84,7 +84,7 @@ def forward(
     eps: float,
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
-    phase: tuple[Tensor, Tensor] | None = None,
+    phase: tuple[Tensor, ...] | None = None,
     kept: Tensor | None = None,
 ) -> None:
     """Compute depth attention, and the norm after it if one is given, into memory that the caller has allocated.
@@ -339,8 +339,8 @@ def situ_grads(
     """
     shape, dtype = gate.shape, gate.dtype
     (gate_rows, gate_step), (up_rows, up_step) = _rows(gate, shape, dtype), _rows(up, shape, dtype)
-    others = (_address(tensor, shape, dtype) for tensor in (grad, grad_gate, grad_up))
-    places = SiTUGrads(gate_rows, up_rows, *others, gate_step, up_step)
+    grads = _address(grad, shape, dtype), _address(grad_gate, shape, dtype), _address(grad_up, shape, dtype)
+    places = SiTUGrads(gate_rows, up_rows, *grads, gate_step, up_step)
     _run_rows("situ grads", shape, dtype, places, beta, linear_beta)
 
 

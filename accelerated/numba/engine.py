@@ -54,7 +54,7 @@ def _why_numba_does_not_start() -> str | None:
     try:
         import numba
 
-        if numba.config.DISABLE_JIT:
+        if numba.config.DISABLE_JIT:  # pyrefly: ignore[missing-attribute]  # set at run time
             return _warn("numba does not compile", ValueError("NUMBA_DISABLE_JIT is set"))
         _loops()
     except Exception as error:
@@ -101,6 +101,7 @@ def run(name: str, chunks: int, arguments: int, first: float, second: float, ite
 
     with run_lock:
         before = numba.get_num_threads()
+        # pyrefly: ignore[missing-attribute]  # set at run time
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         try:
             run_in_threads(chunks, arguments, first, second, like[item])

@@ -438,6 +438,7 @@ _OVER_CHUNK = (forward_chunk, backward_chunk, phase_one_chunk, situ_chunk, situ_
 DISPATCHERS = (*_OVER_CHUNK, *chain.from_iterable(LOOPS.values()))
 for _dispatcher in DISPATCHERS:
     # `numba` has no public way to set a function's cache.
+    # pyrefly: ignore[missing-attribute]  # `njit` makes a dispatcher of a function
     _dispatcher._cache = MachineCode(_dispatcher.__name__)
 
 __all__ = ["DISPATCHERS", "LIKE", "LOOPS"]

@@ -1,14 +1,19 @@
 """The inference plan on a CPU, which reads by the compiled loops of this folder."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..inference_plan import InferencePlan, Norm, Phase, Read, Sources
+from ..inference_plan import InferencePlan, Norm, Phase, Sources
 from ..phases import two_phases_pay
+from ..plain import Read
 from . import call, kernels
 from .support import pays, supports
+
+if TYPE_CHECKING:
+    from ..interface import Connection
 
 _FEW_TOKENS = 16  # up to this many, the results of all reads are allocated at once
 
@@ -23,10 +28,10 @@ class CpuPlan(InferencePlan):
         self._few: call.FewTokens | None = None
         self._results: list[Tensor] = []
 
-    def read(self, connection: nn.Module, state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
+    def read(self, connection: "Connection", state: Tensor | Sources) -> tuple[Tensor, bool, Tensor | Sources]:
         """Compute a read; see the base class. Few tokens, as in decoding, are read in one step."""
         sources = state if isinstance(state, tuple) else (state,)
-        if torch.is_grad_enabled() or not (self._results or self._begin_few(sources)):
+        if torch.is_grad_enabled() or not (self._results or self._begin_few(sources)) or self._few is None:
             return super().read(connection, state)
         position = self._positions[id(connection)]
         norm_weight, norm_eps = self._norms[position] or (None, 0.0)

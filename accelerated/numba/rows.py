@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 
 _LANES, _UNROLLED = 16, 4  # numbers in a vector, and vectors that are computed beside each other
 _LINE = 64  # bytes that memory is read by
+Value = ir.NamedValue | ir.Constant  # an operand of an instruction
 _FLOAT, _HALF, _WORD, _INDEX = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
@@ -194,52 +195,61 @@ def derive(typing_context, like, targets, others, addresses, coefficients, grad,
 class _Row:
     """A row at an address. Its methods emit instructions that read and write parts of it as float32."""
 
-    def __init__(self, builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, length: ir.Value | None = None):
-        self.builder, self.kind, self.length = builder, kind, length
+    def __init__(self, builder: ir.IRBuilder, address: Value, kind: ir.Type):
+        self.builder, self.kind = builder, kind
         self.align = kind.width // 8 if isinstance(kind, ir.IntType) else 4
         self.start = builder.inttoptr(address, kind.as_pointer()) if address.type == _INDEX else address
 
-    def at(self, place: ir.Value) -> ir.Value:
+    def at(self, place: Value) -> Value:
         return self.builder.load(self.builder.gep(self.start, [place]))
 
-    def load(self, place: ir.Value, lanes: int) -> ir.Value:
+    def load(self, place: Value, lanes: int) -> Value:
         value = self.builder.load(self._part(place, lanes), align=self.align)
         return widen(self.builder, value, lanes) if self.kind == _HALF else value
 
-    def store(self, value: ir.Value, place: ir.Value) -> None:
+    def store(self, value: Value, place: Value) -> None:
         lanes = getattr(value.type, "count", 1)
         if self.kind == _HALF:
             value = narrow(self.builder, value, lanes)
         self.builder.store(value, self._part(place, lanes), align=self.align)
 
-    def prefetch(self, place: ir.Value, ahead: ir.Value) -> None:
+    def prefetch(self, place: Value, ahead: Value) -> None:
         _prefetch(self.builder, self.builder.add(self.builder.ptrtoint(self._part(place, 1), _INDEX), ahead))
 
-    def _part(self, place: ir.Value, lanes: int) -> ir.Value:
+    def _part(self, place: Value, lanes: int) -> Value:
         part = self.builder.gep(self.start, [place])
         return part if lanes == 1 else self.builder.bitcast(part, ir.VectorType(self.kind, lanes).as_pointer())
 
 
+class _Array(_Row):
+    """A row whose length, the number of its places, is known."""
+
+    def __init__(self, builder: ir.IRBuilder, address: Value, kind: ir.Type, length: Value):
+        super().__init__(builder, address, kind)
+        self.length = length
+
+
 def _kind(number: types.Type) -> ir.Type:
-    return {types.float32: _FLOAT, types.uint16: _HALF, types.int64: _INDEX}[number]
+    kinds: dict[types.Type, ir.Type] = {types.float32: _FLOAT, types.uint16: _HALF, types.int64: _INDEX}
+    return kinds[number]
 
 
-def _rows(context, builder: ir.IRBuilder, signature, values: Sequence[ir.Value]) -> list[_Row]:
+def _rows(context, builder: ir.IRBuilder, signature, values: Sequence[Value]) -> list[_Array]:
     """Return the arguments that are arrays, as rows."""
     return _arrays(context, builder, signature.args, values)
 
 
-def _arrays(context, builder: ir.IRBuilder, arguments: Sequence[types.Type], values: Sequence[ir.Value]) -> list[_Row]:
+def _arrays(context, builder: ir.IRBuilder, arguments: Sequence[types.Type], values: Sequence[Value]) -> list[_Array]:
     rows = []
     for argument, value in zip(arguments, values):
         if isinstance(argument, types.Array):
             array = context.make_array(argument)(context, builder, value)
             length = builder.extract_value(array.shape, 0)
-            rows.append(_Row(builder, array.data, _kind(argument.dtype), length))
+            rows.append(_Array(builder, array.data, _kind(argument.dtype), length))
     return rows
 
 
-def _for_blocks(builder: ir.IRBuilder, length: ir.Value, block: Callable[[list[ir.Value], int], None]) -> None:
+def _for_blocks(builder: ir.IRBuilder, length: Value, block: Callable[[list[Value], int], None]) -> None:
     """Emit the instructions of `block(places, lanes)` for all places of a row.
 
     First blocks of several vectors, then the vectors that are left, then the single numbers at the end.
@@ -253,7 +263,7 @@ def _for_blocks(builder: ir.IRBuilder, length: ir.Value, block: Callable[[list[i
         begin = end
 
 
-def _sums(rows: Sequence[_Row], products: Sequence[tuple[int, int]], ahead: ir.Value | None = None) -> list[ir.Value]:
+def _sums(rows: Sequence[_Array], products: Sequence[tuple[int, int]], ahead: Value | None = None) -> list[Value]:
     """Emit sums over all places, one for each pair of rows in `products`, of the products of their numbers."""
     builder = rows[0].builder
     zero = ir.Constant(ir.VectorType(_FLOAT, _LANES), [0.0] * _LANES)
@@ -277,14 +287,14 @@ def _sums(rows: Sequence[_Row], products: Sequence[tuple[int, int]], ahead: ir.V
     return sums
 
 
-def _in_pairs(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+def _in_pairs(builder: ir.IRBuilder, parts: list[Value]) -> Value:
     """Emit the sum of the parts: of neighbours, then of neighbouring sums, and so on."""
     while len(parts) > 1:
         parts = [builder.fadd(*pair) for pair in zip(parts[::2], parts[1::2])]
     return parts[0]
 
 
-def _of_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+def _of_lanes(builder: ir.IRBuilder, vector: Value) -> Value:
     """Emit the sum of a vector's numbers: of its halves, then of the halves of the sum, and so on."""
     lanes = vector.type.count
     while lanes > 1:
@@ -294,7 +304,7 @@ def _of_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
     return builder.extract_element(vector, _WORD(0))
 
 
-def _splat(builder: ir.IRBuilder, number: ir.Value, lanes: int) -> ir.Value:
+def _splat(builder: ir.IRBuilder, number: Value, lanes: int) -> Value:
     """Emit a vector that holds a number `lanes` times."""
     if lanes == 1:
         return number
@@ -303,7 +313,7 @@ def _splat(builder: ir.IRBuilder, number: ir.Value, lanes: int) -> ir.Value:
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes))
 
 
-def _add_product(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+def _add_product(builder: ir.IRBuilder, a: Value, b: Value, c: Value) -> Value:
     """Emit `a b + c`, rounded once."""
     kind = a.type
     name = f"llvm.fma.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
@@ -311,7 +321,7 @@ def _add_product(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -
     return builder.call(function, [a, b, c])
 
 
-def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+def _prefetch(builder: ir.IRBuilder, address: Value) -> None:
     byte = ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", (byte,), ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
@@ -328,13 +338,13 @@ def _constant(kind: ir.Type, number: float, lanes: int) -> ir.Constant:
     return kind(number) if lanes == 1 else ir.Constant(ir.VectorType(kind, lanes), [number] * lanes)
 
 
-def widen(builder: ir.IRBuilder, halves: ir.Value, lanes: int) -> ir.Value:
+def widen(builder: ir.IRBuilder, halves: Value, lanes: int) -> Value:
     """Emit the conversion of bfloat16, given by its bits, to float32."""
     bits = builder.shl(builder.zext(halves, _like(_WORD, lanes)), _constant(_WORD, 16, lanes))
     return builder.bitcast(bits, _like(_FLOAT, lanes))
 
 
-def narrow(builder: ir.IRBuilder, numbers: ir.Value, lanes: int) -> ir.Value:
+def narrow(builder: ir.IRBuilder, numbers: Value, lanes: int) -> Value:
     """Emit the rounding of float32 to the bits of bfloat16, to the nearest or the even one; a NaN stays a NaN."""
     bits = builder.bitcast(numbers, _like(_WORD, lanes))
     is_odd = builder.and_(builder.lshr(bits, _constant(_WORD, 16, lanes)), _constant(_WORD, 1, lanes))

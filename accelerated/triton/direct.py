@@ -1,4 +1,6 @@
-"""The direct path of a read: checks and allocations in C++, and launches without Triton's binder.
+"""The direct path of a read, never measured on a GPU: checks and allocations in C++, and launches without a binder.
+
+Until its tests have passed on a machine, `auto` does not take it (see `tested`).
 
 Where tensors are small, a GPU waits for its host (`python -m benchmarks --only host`). So all that depends on shapes
 alone is kept on a [`ReadSizes`], `host.cpp` does the rest of the host's work, and kernels that Triton has compiled are
@@ -7,9 +9,11 @@ The general path, of `implementation`, takes these and has the error messages.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +27,7 @@ from ..autograd import (
     rms_norm_in_operations,
 )
 from ..compat import are_backward_passes_compiled, is_in_backward_pass, why_operations_are_observed
-from ..inference_plan import Read
+from ..plain import Read
 from ..tensors import packed
 from ..training_plan import TrainingPlan, make_training_plan
 from . import host, implementation, launch
@@ -50,9 +54,10 @@ class _Launcher:
         values: the constants in order, which `compiled` takes after the other arguments.
     """
 
-    def __init__(self, kernel, programs: int, constants: dict[str, object], num_warps: int):
+    def __init__(self, kernel, programs: int, constants: Mapping[str, object], num_warps: int):
         self._kernel, self._grid, self._constants, self._num_warps = kernel, (programs, 1, 1), constants, num_warps
-        self.compiled, self.values = None, ()
+        self.compiled: Any = None
+        self.values: tuple[object, ...] = ()
 
     def __call__(self, *arguments) -> None:
         """Launch the kernel by Triton's binder, with its arguments before the constants, and keep what it compiled."""
@@ -123,12 +128,12 @@ class ReadSizes:
         return _Launcher(kernel, programs, self._constants | flags, self._num_warps)
 
 
-_plans: dict[tuple, object] = {}  # plans in C++, by the arguments of `ReadSizes`
+_plans: dict[tuple, Any] = {}  # plans in C++, by the arguments of `ReadSizes`
 _right_on: dict[torch.device, bool] = {}  # see `is_right_on`
-_recent: dict[tuple[int, int], object] = {}  # the plan last used, by the numbers of sources and of weights
+_recent: dict[tuple[int, int], Any] = {}  # the plan last used, by the numbers of sources and of weights
 
 
-def _plan(key: tuple) -> object | None:
+def _plan(key: tuple) -> Any:
     """Make and keep a plan by the arguments of [`ReadSizes`]; return `None` if the direct path takes no such tensor."""
     _, shape, dtype, device, query_shape, query_dtype, norm_dtype, _ = key
     if not {dtype, query_dtype, norm_dtype} <= {*launch.DTYPES} or not shape or not shape.numel():
@@ -138,12 +143,12 @@ def _plan(key: tuple) -> object | None:
     # Compiled autograd cannot look into nodes in C++.
     if are_backward_passes_compiled() or not is_right_on(device):
         return None
-    plan = ReadSizes(*key)
-    if not plan.is_aligned:
+    module, sizes = host.load(), ReadSizes(*key)
+    if module is None or not sizes.is_aligned:
         return None
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
-    _plans[key] = host.load().ReadPlan(plan, _general_backward)
+    _plans[key] = module.ReadPlan(sizes, _general_backward)
     return _plans[key]
 
 
@@ -154,12 +159,13 @@ def is_right_on(device: torch.device) -> bool:
     promise of Triton, so a new release may change it.
     """
     if device not in _right_on:
-        if host.load() is None or is_in_backward_pass():  # where the trial's backward pass could wait for this one
+        module = host.load()
+        if module is None or is_in_backward_pass():  # where the trial's backward pass could wait for this one
             return False
         try:
             # In a thread of its own, where no context of the caller, such as a checkpoint's, sees the tensors.
             with ThreadPoolExecutor(1) as thread:
-                reason = thread.submit(_try_on, device).result()
+                reason = thread.submit(_try_on, module, device).result()
         except Exception as error:
             reason = f"fails ({error})"
         _right_on[device] = reason is None
@@ -168,13 +174,13 @@ def is_right_on(device: torch.device) -> bool:
     return _right_on[device]
 
 
-def _try_on(device: torch.device) -> str | None:
+def _try_on(module: ModuleType, device: torch.device) -> str | None:
     """Return why the results of the direct path are not right on a device, or `None` if they are."""
     values = torch.linspace(-1, 1, 7 * 16, dtype=torch.float32, device=device).view(7, 16)
     values[3:6] += 2
     sources, (query, key_norm_weight, norm_weight), grad = [*values[:3].split(1)], values[3:6], values[6:]
     kind = grad.shape, grad.dtype, device, query.shape, query.dtype, key_norm_weight.dtype
-    plan = host.load().ReadPlan(ReadSizes(3, *kind, has_norm=True), _general_backward)
+    plan = module.ReadPlan(ReadSizes(3, *kind, has_norm=True), _general_backward)
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key_norm_weight, norm_weight, *sources)]
     query, key_norm_weight, norm_weight, *sources = leaves
     result, _ = depth_attention_in_operations(query * key_norm_weight, sources, 1e-6, True)
@@ -262,6 +268,10 @@ def _unfolded(grad: Tensor | None, query: Tensor, key_norm_weight: Tensor) -> tu
     return grad_query, (grad * query.view(-1)).to(key_norm_weight.dtype)
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
 def _general_backward(
     grads: Sequence[Tensor | None],
     saved: Sequence[Tensor | None],
@@ -284,15 +294,13 @@ def _general_backward(
         norm_eps: epsilon of the following norm.
     """
     grad, grad_weights, *later_grads = grads
-    query, key_norm_weight, *sources, statistics, hidden = saved
+    *inputs, hidden = saved
+    query, key_norm_weight, *sources, statistics = [tensor for tensor in inputs if tensor is not None]
     norm = FollowingNorm(sources.pop(0), norm_eps) if has_norm else None
     needs_sources = needed[-len(sources) :]
     later_grads = later_grads or [None] * len(sources)
-    grad = torch.zeros_like(sources[0]) if grad is None else grad
-    grad, grad_weights, *later_grads = [
-        tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor
-        for tensor in (grad, grad_weights, *later_grads)
-    ]
+    grad = torch.zeros_like(sources[0]) if grad is None else _dense(grad)
+    grad_weights, *later_grads = [None if tensor is None else _dense(tensor) for tensor in (grad_weights, *later_grads)]
     folded = _folded(query, key_norm_weight)
     if torch.is_grad_enabled():  # this pass will be differentiated itself
         request = BackwardRequest(
@@ -301,7 +309,7 @@ def _general_backward(
         grad_folded, grad_sources, grad_norm = differentiable_grads(request, norm)
     else:
         grad_norm = None
-        if norm is not None:
+        if norm is not None and hidden is not None:
             grad, grad_norm = norm_grads_in_operations(grad, hidden, norm)
         partial, grad_sources = launch.backward(
             packed(grad), None if grad_weights is None else packed(grad_weights),

@@ -77,6 +77,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     with torch.cuda.device_of(query):
         arguments = _arguments(packed(query), [packed(source) for source in sources], eps)
+        # pyrefly: ignore[missing-attribute]  # `supports` has found that it is a module
         result, _, *saved = operation().fused_attnres_fwd(**arguments)
     _, logits, log_sum = saved
     return result.mul_(len(sources)) if is_sum else result, (logits - log_sum).exp(), tuple(saved)
@@ -88,6 +89,7 @@ def _backward(request: BackwardRequest) -> Gradients:
     statistics = dict(zip(("rstd", "logit", "lse"), request.saved))
     with torch.cuda.device_of(query):
         arguments = _arguments(query, sources, request.eps)
+        # pyrefly: ignore[missing-attribute]  # as in `_forward`
         grads, grad_query, *_ = operation().fused_attnres_bwd(do=grad, o_pre=None, **statistics, **arguments)
     all_grads = [grad_query, *grads]
     if request.grad_weights is not None:  # the operation has no gradient through the weights
@@ -113,7 +115,7 @@ def _arguments(query: Tensor, sources: Sequence[Tensor], eps: float) -> dict:
 
 
 IMPLEMENTATION = Implementation(
-    run=differentiable(_forward, _backward), supports=supports, pays=lambda query, sources: False
+    device="cuda", run=differentiable(_forward, _backward), supports=supports, pays=lambda query, sources: False
 )
 
 __all__ = ["ARGUMENTS", "IMPLEMENTATION", "NAME", "operation", "supports"]

@@ -1,4 +1,4 @@
-// The host's part of a read on a GPU: checks of its tensors, allocations, and a node of autograd.
+// The host's part of a read, never measured on a GPU: checks of tensors, allocations, and a node of autograd.
 //
 // Where tensors are small, a GPU waits for its host, and this work takes several times as long in Python. `direct.py`
 // says which reads come here, and has the launchers of the kernels.

@@ -89,6 +89,8 @@ def _digest_file(file: Path) -> Path:
 
 def _import(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_NAME, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no extension module")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

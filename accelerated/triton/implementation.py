@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..autograd import BackwardRequest, Gradients, differentiable
 from ..compat import why_operations_are_observed
-from ..inference_plan import InferencePlan, Read, make_plan
+from ..inference_plan import InferencePlan, make_plan
+from ..plain import Read
 from ..tensors import PLAIN, packed
 from . import launch
 from .plan import GpuPlan
@@ -45,8 +46,8 @@ def _trial(device: torch.device) -> str | None:
     """Run each kernel for inference once; return why they do not run, or `None` if their results are right."""
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU"
-    if isinstance(launch.kernels(), str):
-        return launch.kernels()
+    if (reason := launch.why_no_kernels()) is not None:
+        return reason
     try:
         ones = torch.ones(2, 5, dtype=torch.float32, device=device)
         result, *_ = launch.forward(ones[0], [ones, ones], 1e-6, True)

@@ -30,15 +30,23 @@ _PROGRAMS = 2048  # most programs that share the sum of the query's gradient
 
 
 @functools.cache
-def kernels() -> ModuleType | str:
-    """Return the module of the kernels, or why it does not load. The first call imports Triton, which takes seconds."""
+def kernels() -> ModuleType:
+    """Return the module of the kernels. The first call imports Triton, which takes seconds."""
+    from . import kernels
+
+    return kernels
+
+
+@functools.cache
+def why_no_kernels() -> str | None:
+    """Return why the kernels do not load, or `None` if they do."""
     try:
-        from . import kernels
+        kernels()
     except ModuleNotFoundError:
         return "Triton is not installed"
     except Exception as error:
         return f"Triton does not load: {error}"
-    return kernels
+    return None
 
 
 def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -71,7 +79,7 @@ def read_fused(
     eps: float,
     multiplier: int,
     sources: Sequence[Tensor],
-    phase: tuple[Tensor, Tensor, Tensor] | None = None,
+    phase: tuple[Tensor, ...] | None = None,
     dtype: torch.dtype | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
@@ -101,10 +109,10 @@ def read_fused(
     if sources:
         common = common_dtype(sources)
         sources = [packed(source.to(common)) for source in sources]
-    phase = (None, None, None) if phase is None else [packed(tensor) for tensor in phase]
-    dtype = dtype or (sources[0] if sources else phase[0]).dtype
+    dtype = dtype or [*sources, *(phase or ())][0].dtype
+    parts = [None] * 3 if phase is None else [packed(tensor) for tensor in phase]
     norm_weight = None if norm_weight is None else packed(norm_weight)
-    return _read(packed(query), eps, multiplier, sources, *phase, dtype, norm_weight, norm_eps)
+    return _read(packed(query), eps, multiplier, sources, *parts, dtype, norm_weight, norm_eps)
 
 
 def _operator(allocate: Callable) -> Callable:
@@ -306,7 +314,8 @@ def backward(
 
 def _phase_one_outputs(queries, eps, sources):
     shape = (len(queries), *sources[0].shape)
-    return tuple(_empty(queries, size, torch.float32) for size in (shape, shape[:-1], shape[:-1]))
+    mixtures, maxima, normalisers = (_empty(queries, size, torch.float32) for size in (shape, shape[:-1], shape[:-1]))
+    return mixtures, maxima, normalisers
 
 
 @_operator(_phase_one_outputs)
@@ -352,7 +361,7 @@ def _read(
     norm_eps: float,
 ) -> Tensor:
     # The kernel takes at least one pointer. Without sources it gets the mixture's, and reads nothing through it.
-    rows = sources or [mixture]
+    rows = sources or ([] if mixture is None else [mixture])
     shape = _require_rows(query, rows)
     result = _read_outputs(query, eps, multiplier, sources, mixture, maximum, normaliser, dtype, norm_weight, norm_eps)
     _require(
@@ -388,4 +397,5 @@ __all__ = [
     "read_fused",
     "sizes",
     "tile_of",
+    "why_no_kernels",
 ]

@@ -34,6 +34,7 @@ import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from attnres.eval.sandbox import wire
 
@@ -203,6 +204,7 @@ def _run(program: dict, tests: dict, limits: Limits, layers: tuple[str, ...]) ->
             # process group can have its number by now.
             os.killpg(guard.pid, signal.SIGKILL)
             answer, errors = guard.communicate()
+    verdict: dict[str, Any]
     if answer:
         verdict = wire.unframe(answer)
     elif errors:  # the guard failed at its start; later its errors go to the program's output

@@ -60,7 +60,9 @@ _NO_CONSTRUCTOR = {
 }
 _TYPES = {name: value for name, value in vars(builtins).items() if isinstance(value, type)}
 # Values of subclasses of these (an IntEnum, numpy's float64) are sent as values of the base.
-_SCALARS = (str.__str__, str), (bool.__bool__, bool), (int.__int__, int), (float.__float__, float)
+_SCALARS: list[tuple[Callable[[Any], Any], type]] = [
+    (str.__str__, str), (bool.__bool__, bool), (int.__int__, int), (float.__float__, float),
+]  # fmt: skip
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:

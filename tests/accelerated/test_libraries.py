@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnres.accelerated.triton import IMPLEMENTATIONS, direct
+from attnres.accelerated import registration
+from attnres.accelerated.triton import IMPLEMENTATIONS
 from attnres.accelerated.triton import flash_linear_attention as fla
-from attnres.functional_attnres import DEPTH_ATTENTION
 
 from .triton_cases import DEVICE, EPS, everything, in_float64, loss, make, reference
 
@@ -159,4 +159,4 @@ def test_the_installed_operation_takes_the_expected_arguments(real_operation):
 def test_auto_never_takes_it():
     query, sources = make(17, (3,), 64)
     assert not fla.IMPLEMENTATION.pays(query, sources)
-    assert DEPTH_ATTENTION["auto"].direct is direct.attend
+    assert fla.IMPLEMENTATION not in registration.OF_AUTO.values()

@@ -10,8 +10,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres import AttnResLlamaConfig, AttnResLlamaForCausalLM, depth_attention_reference
-from attnres.accelerated import numba as on_cpu
-from attnres.accelerated.numba.normed import read_with_norm
+from attnres.accelerated.autograd import FollowingNorm
+from attnres.accelerated.numba import training as on_cpu
 from attnres.attn_res_attnres import AttnRes
 from attnres.kimi_linear_configuration_attnres import AttnResConfig
 from attnres.residual_attnres import ResidualNorm
@@ -20,8 +20,15 @@ pytestmark = [pytest.mark.usefixtures("cpu_kernels")]
 EPS, NORM_EPS, WIDTH = 1e-2, 1e-3, 40
 
 
+def read_with_norm(
+    query: Tensor, g: Tensor, weight: Tensor, sources: list[Tensor], is_sum: bool = True
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    attended = on_cpu.read(query, sources, g, EPS, is_sum, True, FollowingNorm(weight, NORM_EPS))
+    return None if attended is None else (attended[0], attended[2])
+
+
 def reads_of_kernels(is_sum: bool) -> Callable:
-    return lambda query, g, weight, sources: read_with_norm(query, g, weight, sources, EPS, NORM_EPS, is_sum)
+    return lambda query, g, weight, sources: read_with_norm(query, g, weight, sources, is_sum)
 
 
 def reads_of_equation(is_sum: bool) -> Callable:
@@ -120,23 +127,23 @@ def step(model: AttnResLlamaForCausalLM, implementation: str = "auto") -> dict[s
 
 @pytest.fixture
 def fused(monkeypatch) -> list[bool]:
-    """Whether each sublayer was read together with its norm, in the order of the reads."""
-    seen, read = [], on_cpu.attend_with_norm
+    """Whether the loops computed each read, in the order of the reads."""
+    seen, read = [], on_cpu.read
 
     def spy(*arguments) -> object:
         both = read(*arguments)
         seen.append(both is not None)
         return both
 
-    monkeypatch.setattr(on_cpu, "attend_with_norm", spy)
+    monkeypatch.setattr(on_cpu, "read", spy)
     return seen
 
 
 def test_a_model_trains_by_the_gradients_of_plain_pytorch(model, fused):
     actual = step(model)
-    assert fused == [True] * 6
+    assert fused == [True] * 7
     expected = step(model, "eager")
-    assert fused == [True] * 6
+    assert fused == [True] * 7
     for name, right in expected.items():
         torch.testing.assert_close(actual[name], right, rtol=1e-3, atol=1e-6, msg=name)
 
@@ -148,7 +155,7 @@ def test_a_recomputed_layer_has_the_same_bits(model, fused):
         actual = step(model)
     finally:
         model.gradient_checkpointing_disable()
-    assert len(fused) == 6 + 12 and all(fused)
+    assert len(fused) == 7 + 13 and all(fused)  # the output too, but not again
     assert all(torch.equal(actual[name], right) for name, right in expected.items())
 
 
@@ -195,9 +202,9 @@ def test_modules_that_do_more_than_their_class_are_called_one_by_one(change, par
 @pytest.mark.parametrize("change", [Tensor.double, lambda weight: weight.to("meta"), lambda weight: weight[..., 1:]])
 def test_weights_that_the_loops_do_not_take_are_left_to_the_modules(change, part):
     sources, weights = [torch.randn(2, 3, WIDTH)] * 2, [torch.ones(1, WIDTH), torch.ones(WIDTH), torch.ones(WIDTH)]
-    assert read_with_norm(*weights, sources, EPS, NORM_EPS, True) is not None
+    assert read_with_norm(*weights, sources) is not None
     weights[part] = change(weights[part])
-    assert read_with_norm(*weights, sources, EPS, NORM_EPS, True) is None
+    assert read_with_norm(*weights, sources) is None
 
 
 def test_other_norms_and_sources_are_called_one_by_one(monkeypatch):

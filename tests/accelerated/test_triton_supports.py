@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnres.accelerated.triton import IMPLEMENTATIONS, implementation, kernels_available, launch
+from attnres.accelerated.triton import IMPLEMENTATIONS, OF_AUTO, implementation, kernels_available, launch, tested
 
 from .triton_cases import DEVICE, DTYPES, HAS_TRITON, INTERPRETED, make, on_gpu
 
@@ -31,7 +31,7 @@ def test_without_a_gpu_the_reason_is_the_device():
 
 def test_without_triton_the_reason_is_its_absence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch, "kernels", lambda: "Triton is not installed")
+    monkeypatch.setattr(launch, "why_no_kernels", lambda: "Triton is not installed")
     assert implementation.why_not_on(torch.device("cuda", 99), 8) == "Triton is not installed"
 
 
@@ -108,3 +108,12 @@ def test_the_kernels_are_available_on_a_gpu():
     query, sources = make(3, (5,), 8)
     assert DEVICE == "cuda" and TRITON.supports(query, sources) is None
     assert TRITON.supports(query, [*sources, sources[0].cpu()]) is not None
+
+
+def test_auto_takes_the_direct_path_only_where_its_tests_have_passed(monkeypatch, tmp_path):
+    assert (OF_AUTO.direct is not None) is (OF_AUTO.training_plan is not None) is tested.have_passed()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tested, "__file__", str(tmp_path / "tested.py"))
+    assert not tested.have_passed()
+    tested.record()
+    assert tested.have_passed()

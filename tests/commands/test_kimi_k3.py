@@ -20,7 +20,7 @@ from attnres import AttnResKimiK3ForCausalLM
 from attnres.analysis.axis import depth_axis
 from attnres.checkpoints.whole import load_whole
 from attnres.eval.benchmarks import benchmarks, load
-from attnres.eval.corrected_hflm import CorrectedHFLM
+from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.kimi_k3_layout_attnres import released_shapes
 from attnres.publishing.publication import plan_publication
 from attnres.residual_attnres import FamilyWarning
@@ -88,13 +88,13 @@ def test_a_publication_of_a_release_without_its_code_names_the_conversion(folder
 
 def test_an_evaluation_refuses_a_text_model_that_names_kimi_linear(folder, assets, tmp_path):
     with pytest.raises(ValueError, match=r"holds Kimi K3.*attnres convert"):
-        CorrectedHFLM(pretrained=str(folder / "text"), device="cpu")
+        SharedPrefixLM(pretrained=str(folder / "text"), device="cpu")
     data = ("--data", assets / "hub", "--tasks", "hellaswag")
     assert "holds Kimi K3" in run_attnres("eval", folder / "text", "--out", tmp_path, *data).error
 
 
 def test_an_evaluation_loads_packed_weights(folder):
-    model = CorrectedHFLM(pretrained=str(folder / "packed"), device="cpu")
+    model = SharedPrefixLM(pretrained=str(folder / "packed"), device="cpu")
     assert type(model.model) is AttnResKimiK3ForCausalLM
 
 

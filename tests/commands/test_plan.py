@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from attnres.checkpoints.source import ModelSource
 from attnres.commands.app import app
 from attnres.commands.errors import describe
 from attnres.commands.options_plan import parse_memory
@@ -100,7 +101,7 @@ def test_the_json_has_all_layouts_of_a_model_directory(tmp_path):
         runnable = json.loads(run("plan", str(tmp_path), *options, mode, "--runnable").stdout)["plans"]
         assert sorted(map(str, runnable)) == sorted(map(str, here))
     # A plan can be made again from what is printed.
-    costs, plan = Costs(read_config(str(tmp_path)), Job(**read["job"])), read["plans"][0]
+    costs, plan = Costs(read_config(ModelSource(str(tmp_path))), Job(**read["job"])), read["plans"][0]
     again = plan_layout(costs, Layout(**plan["layout"]), Device(**read["device"]))
     assert (again.memory, again.seconds, again.sent) == (plan["memory"], plan["seconds"], plan["sent"])
 
@@ -134,7 +135,7 @@ def test_code_that_comes_with_a_model_is_not_run_and_nobody_is_asked(tmp_path, m
     monkeypatch.setattr("builtins.input", answer)
     (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     message = refusal(tmp_path, {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.Foreign"}})
-    assert "code that comes with the model, which `attnres plan` does not run" in message
+    assert "needs code that comes with the model, which is not run here" in message
     assert not (tmp_path / "ran").exists()
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnres.training.data.loaders import END_OF_TEXT
-from attnres.training.text import token_stream, train_tokenizer
-from experiments.data import TokenData, load, prepare, prepared_file
+from attnres.training.text import train_tokenizer
+from experiments.data import TokenData, load, prepare, prepared_file, token_stream
 from experiments.declared import Corpus
 
 TALES = Corpus("tales", 300, 10**9)
@@ -53,3 +53,16 @@ def test_a_seed_takes_each_sequence_once_before_it_repeats_any():
     assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10)) and order[:10] != order[10:20]
     assert data.order(3, 12).flatten().tolist() == order[:12]
     assert data.order(4, 12).flatten().tolist() != order[:12]
+
+
+def test_the_stream_has_every_token_and_one_mark_for_each_document():
+    documents = ["def f(): return 1", "ünïcode too", "x"]
+    tokenizer = train_tokenizer(documents, 300)
+    assert len(tokenizer) <= 300
+    ids = [tokenizer(document)["input_ids"] for document in documents]
+    stream = token_stream(documents, tokenizer)
+    assert stream.tolist() == [token for document in ids for token in [*document, tokenizer.eos_token_id]]
+    assert tokenizer.decode(stream) == END_OF_TEXT.join(documents) + END_OF_TEXT
+    begun = token_stream(documents, tokenizer, begin=True)
+    assert begun.tolist() == [token for document in ids for token in [tokenizer.bos_token_id, *document]]
+    assert token_stream([], tokenizer).shape == (0,)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from attnres.residual_attnres import residual_tensors
-from attnres.training.runs import sequence_losses
 from attnres.training.text import python_sources, train_tokenizer
 from experiments import healing
 from experiments.data import TokenData
@@ -23,6 +22,7 @@ from experiments.healing import Healing
 from experiments.runs import PlannedRun
 from experiments.store import RunStore
 from experiments.tables import healing_tables
+from experiments.training import sequence_losses
 
 from .. import forks
 from .stored_runs import add
@@ -107,7 +107,7 @@ def test_every_recipe_sees_the_same_tokens_and_every_seed_others(start, tmp_path
 def test_the_two_stages_of_a_run_have_different_folders_for_checkpoints(start, tmp_path, monkeypatch):
     """Both may train the same tensors: the second must not begin from checkpoints of the first."""
     works = []
-    monkeypatch.setattr(healing, "train", lambda *_, work, **__: works.append(work))
+    monkeypatch.setattr(healing, "train", lambda model, part, run, work, *_: works.append(work))
     recipe = HealingRecipe(steps=4, block_size=2, trained="AttnRes", alone=0.5)
     model = healing.reconnected(start, recipe)
     healing.continue_training(model, torch.zeros(4, 8, dtype=torch.long), recipe, 0, lambda: None, tmp_path)

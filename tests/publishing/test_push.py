@@ -340,6 +340,10 @@ BROKEN = {
         r"generation_config\.json, line 1, holds a secret .your Hub token.",
     ),
     "a bad card": (lambda f: (f / "README.md").write_text("---\n- a\n- b\n---\n"), r"README\.md cannot be read"),
+    "a bad model index in the card": (
+        lambda f: (f / "README.md").write_text("---\nmodel-index: 5\n---\n"),
+        r"README\.md cannot be read",
+    ),
     "bad YAML in the card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), r"README\.md cannot be read"),
     "bad results": (
         lambda f: ((f / ".eval_results").mkdir(), (f / ".eval_results" / "a.yaml").write_text("a: 1")),

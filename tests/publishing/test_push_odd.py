@@ -109,7 +109,7 @@ def test_metadata_keeps_its_comments_and_forms(push, copy):
     assert text.startswith("---\n")
 
 
-@pytest.mark.parametrize("metadata", ["license: nonsense", "base_model: {a: b}", "tags: [{a: b}]", "model-index: 5"])
+@pytest.mark.parametrize("metadata", ["license: nonsense", "base_model: {a: b}", "tags: [{a: b}]"])
 def test_metadata_that_the_hub_refuses_is_refused_before_anything_is_uploaded(push, copy, metadata):
     card = (copy / "README.md").read_text()
     (copy / "README.md").write_text(

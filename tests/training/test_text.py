@@ -1,8 +1,8 @@
-"""Text for small runs: documents, tokenizer, the stream of tokens."""
+"""Text for small runs: documents and tokenizer."""
 
 import pytest
 
-from attnres.training.text import END_OF_TEXT, python_sources, read_documents, token_stream, train_tokenizer
+from attnres.training.text import END_OF_TEXT, python_sources, read_documents
 
 
 @pytest.mark.slow
@@ -25,16 +25,3 @@ def test_a_file_gives_its_documents_until_one_reaches_the_limit(tmp_path):
     path.write_bytes(b"One.\n\nTw\xff.\n")
     with pytest.raises(ValueError, match="text:3: not UTF-8"):
         read_documents(path)
-
-
-def test_the_stream_has_every_token_and_one_mark_for_each_document():
-    documents = ["def f(): return 1", "ünïcode too", "x"]
-    tokenizer = train_tokenizer(documents, 300)
-    assert len(tokenizer) <= 300
-    ids = [tokenizer(document)["input_ids"] for document in documents]
-    stream = token_stream(documents, tokenizer)
-    assert stream.tolist() == [token for document in ids for token in [*document, tokenizer.eos_token_id]]
-    assert tokenizer.decode(stream) == END_OF_TEXT.join(documents) + END_OF_TEXT
-    begun = token_stream(documents, tokenizer, begin=True)
-    assert begun.tolist() == [token for document in ids for token in [tokenizer.bos_token_id, *document]]
-    assert token_stream([], tokenizer).shape == (0,)

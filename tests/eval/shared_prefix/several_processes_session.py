@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import lm_eval
+import torch
 
 from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.shared_prefix import SharedPrefixLM
@@ -15,10 +16,8 @@ from attnres.eval.shared_prefix import SharedPrefixLM
 folder, hub, out = sys.argv[1:]
 done = []
 lm = SharedPrefixLM(folder, device="cpu", batch_size=4, progress=done.append)
-# What `HFLM` does for processes that have an accelerator each.
-lm._rank, lm._world_size = lm.accelerator.process_index, lm.accelerator.num_processes
 results = lm_eval.evaluate(lm, load(benchmarks()["hellaswag"], Path(hub)), limit=7, bootstrap_iters=0)
 if lm.rank == 0:
     results = {"processes": lm.world_size, "requests": done[-1], "results": results["results"]}
     Path(out).write_text(json.dumps(results))
-lm.accelerator.end_training()
+torch.distributed.destroy_process_group()

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, KimiLinearConfig
+from transformers import AutoModelForCausalLM, KimiLinearConfig
 
 from attnres.eval import prefix_tree
 from attnres.eval.shared_prefix import SharedPrefixLM
 
 from .models import MODELS, small
-from .prompts import Requests, assert_same, generation, questions, texts, words
+from .prompts import Requests, assert_same, questions, texts, words
 
 
 @st.composite
@@ -42,8 +42,8 @@ def test_any_requests_have_the_scores_of_the_stock_harness(name, make_model, tok
     @settings(max_examples=12, deadline=None, database=None)
     @given(any_requests(), st.integers(1, 5), st.sampled_from([1, 30, 10**9]), st.sampled_from([12, 512]))
     def check(requests, batch_size, least_saving, max_length):
-        stock._max_length = ours._max_length = max_length
-        ours.batch_size_per_gpu = batch_size
+        stock._max_length = ours.max_length = max_length
+        ours.batch_size = batch_size
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefix_tree, "PASS_TOKENS", least_saving)
             actual = ours._loglikelihood_tokens(requests)
@@ -110,7 +110,7 @@ def test_logits_are_computed_at_the_continuation_only(name, make_model, tokenize
     assert lm.abilities.keep_logits
     shapes = []
     hook = model.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape[:2]))
-    lm.batch_size_per_gpu = 2
+    lm.batch_size = 2
     lm._loglikelihood_tokens([(None, words(random.Random(i), 50 + i), [3, 4, 5]) for i in range(2)])
     hook.remove()
     assert shapes == [(2, 3)]
@@ -206,36 +206,14 @@ def test_the_likelihood_of_a_long_text_is_that_of_the_stock_harness(model, token
     assert not done
 
 
-def test_without_the_logits_cache_requests_are_computed_by_the_stock_harness(model, tokenizer, scored, calls):
+def test_without_the_logits_cache_each_request_is_computed_on_its_own(model, tokenizer, scored, calls):
     requests = questions(random.Random(0), examples=150, items=2, question=9, choice=1)
+    lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=4, logits_cache=False)
+    assert lm.abilities
     shapes = calls(model)
-    assert_same(scored(SharedPrefixLM, model, requests, logits_cache=False), scored(HFLM, model, requests))
-    assert [rows for rows, _ in shapes[:2]] == [4, 4]
-
-
-def test_an_encoder_decoder_is_computed_by_the_stock_harness(scored, tokenizer):
-    fields = {
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "vocab_size": 99,
-        "n_positions": 64,
-    }
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("t5", **fields, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0)
-    model = AutoModelForSeq2SeqLM.from_config(config).eval()
-    requests = questions(random.Random(0), examples=20, items=3, question=9, choice=3)
-    assert_same(scored(SharedPrefixLM, model, requests), scored(HFLM, model, requests))
-    # The encoder reads nothing but the prompt, which may have all 64 tokens.
-    lm = SharedPrefixLM(model, tokenizer=tokenizer, max_length=64)
-    lm._loglikelihood_tokens([(None, words(random.Random(0), 64), [3] * 9)], disable_tqdm=True)
-    lm.generate_until(generation(texts(random.Random(0), 64)), disable_tqdm=True)
-    assert lm.cut_requests == 0
-    lm._loglikelihood_tokens([(None, words(random.Random(0), 65), [3])], disable_tqdm=True)
-    lm.generate_until(generation(texts(random.Random(0), 65)), disable_tqdm=True)
-    assert lm.cut_requests == 2
+    actual = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert [rows for rows, _ in shapes] == [4, 4] and all(length > 150 for _, length in shapes)
+    assert_same(actual, scored(HFLM, model, requests))
 
 
 def test_an_automatic_batch_size_starts_at_the_maximum(model, tokenizer):

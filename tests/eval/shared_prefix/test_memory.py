@@ -78,18 +78,15 @@ def test_the_memory_of_a_failed_batch_is_freed_before_it_is_repeated(model, toke
 
 
 @pytest.mark.parametrize("kind", ["likelihood", "generation"])
-def test_a_single_sequence_that_does_not_fit_raises_an_error_of_one_line(kind, model, tokenizer, calls):
+def test_a_single_sequence_that_does_not_fit_raises_the_error_of_the_device(kind, model, tokenizer, calls):
     lm = SharedPrefixLM(model, tokenizer=tokenizer, batch_size=2)
     assert lm.abilities
     calls(model, most=0)
-    with pytest.raises(
-        RuntimeError, match=r"^Out of memory at batch size 1; the longest sequence has 40 tokens"
-    ) as error:
+    with pytest.raises(torch.OutOfMemoryError):
         if kind == "likelihood":
             lm._loglikelihood_tokens([(None, words(random.Random(i), 39), [3, 4]) for i in range(3)])
         else:
             lm.generate_until(generation(texts(random.Random(0), 40, 5)))
-    assert "\n" not in str(error.value)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory(model, tokenizer, calls):

@@ -1,14 +1,14 @@
 """Train one model on packed token blocks, without a recipe, and measure its held-out loss for each sequence.
 
-The demo and the experiments compare models by such runs.
+`attnres train` would do most of this, but not what the declared experiments compare: text that was tokenised on
+another machine, in an order that each seed draws from prepared blocks; runs that diverge, whose loss is stored; healing
+that trains some tensors only. The stored results were made in this way, and new ones can be paired with them.
 """
 
 import json
-import math
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .checkpoints import ResumableTrainer, check_checkpoint
-from .optimizer import build_schedule, parameter_groups
+from attnres.training.checkpoints import ResumableTrainer, check_checkpoint
+from attnres.training.optimizer import build_schedule, parameter_groups
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def train(
     model: PreTrainedModel,
     blocks: Tensor,
     run: Run,
+    work: Path,
     on_step: Callable[[], None] = lambda: None,
     callbacks: Sequence[TrainerCallback] = (),
-    work: Path | None = None,
     save_seconds: float = 120.0,
     **arguments: Any,
 ) -> list[tuple[int, float]]:
@@ -70,10 +70,10 @@ def train(
         model: The model.
         blocks: The token blocks, `[blocks, seq]`.
         run: The settings of the run.
+        work: A folder for the checkpoints of this run alone. A run that was stopped resumes from the last complete one.
         on_step: A function that is called after each step. After a resume it is also called at once for each earlier
             step.
         callbacks: Other callbacks of the `Trainer`.
-        work: A folder for the checkpoints of this run alone. A run that was stopped resumes from the last complete one.
         save_seconds: The least seconds between checkpoints. A checkpoint is made only where a point of the loss ends,
             so that a resumed run returns the same points as a run that was not stopped.
         arguments: Fields of `TrainingArguments`, such as `bf16` or `torch_compile`.
@@ -84,52 +84,40 @@ def train(
     Raises:
         ValueError: `work` holds a checkpoint of a run with another number of steps.
     """
-    with _folder(work) as folder:
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            max_steps=run.steps,
-            per_device_train_batch_size=run.batch_size,
-            max_grad_norm=1.0,
-            logging_steps=max(1, run.steps // 50),
-            logging_nan_inf_filter=False,  # it would show a loss of 0 when the model diverges
-            save_strategy="no",  # `_Progress` saves by the clock instead
-            save_total_limit=1,
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=torch.cuda.is_available(),
-            seed=run.seed,
-            data_seed=run.seed,
-            **arguments,
-        )
-        optimizer = torch.optim.AdamW(
-            parameter_groups(model, run.learning_rate, run.weight_decay, run.residual_lr_factor), betas=(0.9, 0.95)
-        )
-        schedule = build_schedule(
-            optimizer, "wsd", steps=run.steps, warmup_steps=run.warmup_steps, decay_steps=run.decay_steps
-        )
-        trainer = _Trainer(
-            model,
-            arguments,
-            train_dataset=[{"input_ids": block, "labels": block} for block in blocks],
-            optimizers=(optimizer, schedule),
-            callbacks=[_Progress(on_step, save_seconds if work else math.inf), *callbacks],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=_checkpoint(folder, run))
-        # With `bf16`, the `Trainer` has wrapped `forward` in autocast. The caller gets the model without it.
-        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    arguments = TrainingArguments(
+        output_dir=str(work),
+        max_steps=run.steps,
+        per_device_train_batch_size=run.batch_size,
+        max_grad_norm=1.0,
+        logging_steps=max(1, run.steps // 50),
+        logging_nan_inf_filter=False,  # it would show a loss of 0 when the model diverges
+        save_strategy="no",  # `_Progress` saves by the clock instead
+        save_total_limit=1,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        seed=run.seed,
+        data_seed=run.seed,
+        **arguments,
+    )
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, run.learning_rate, run.weight_decay, run.residual_lr_factor), betas=(0.9, 0.95)
+    )
+    schedule = build_schedule(
+        optimizer, "wsd", steps=run.steps, warmup_steps=run.warmup_steps, decay_steps=run.decay_steps
+    )
+    trainer = _Trainer(
+        model,
+        arguments,
+        train_dataset=[{"input_ids": block, "labels": block} for block in blocks],
+        optimizers=(optimizer, schedule),
+        callbacks=[_Progress(on_step, save_seconds), *callbacks],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=_checkpoint(work, run))
+    # With `bf16`, the `Trainer` has wrapped `forward` in autocast. The caller gets the model without it.
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     return [(point["step"], point["loss"]) for point in trainer.state.log_history if "loss" in point]
-
-
-@contextmanager
-def _folder(work: Path | None) -> Iterator[Path]:
-    """Make the folder of the checkpoints: `work`, or a temporary one."""
-    if work is None:
-        with tempfile.TemporaryDirectory() as scratch:
-            yield Path(scratch)
-    else:
-        work.mkdir(parents=True, exist_ok=True)
-        yield work
 
 
 def _checkpoint(folder: Path, run: Run) -> str | None:

@@ -1,4 +1,4 @@
-"""A read in training together with the norm that a sublayer begins with, as one node of autograd.
+"""A read in training, with the norm that a sublayer begins with, as one node of autograd.
 
     y = g' h / sqrt(mean(h^2) + eps'),   h = sum_i a_i s_i
 
@@ -13,51 +13,65 @@ import torch
 from torch import Tensor
 
 from ..autograd import BackwardRequest, FollowingNorm, differentiable_grads
-from . import call, kernels
+from ..plain import Read
+from ..training_plan import TrainingPlan, make_training_plan
+from . import call, kernels, support
 
 
-def read_with_norm(
+def training_plan(reads: Sequence[Read]) -> TrainingPlan | None:
+    """Make a plan that reads by the loops in a pass with gradients; see [`Implementation`]."""
+    return make_training_plan(reads, read) if reads[0][0].weight.is_cpu else None
+
+
+def read(
     query: Tensor,
-    key_norm_weight: Tensor,
-    norm_weight: Tensor,
     sources: Sequence[Tensor],
+    key_norm_weight: Tensor,
     eps: float,
-    norm_eps: float,
     is_sum: bool,
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    """Compute a read and a plain RMSNorm of it by the compiled loops.
-
-    The backward pass adds the gradients of later reads, which must take the returned sources.
+    fuse_later_grads: bool,
+    norm: FollowingNorm | None,
+) -> tuple[Tensor, None, tuple[Tensor, ...]] | None:
+    """Compute a read, and a plain RMSNorm of it, by the compiled loops; see [`TrainingPlan`].
 
     Args:
         query: `w`, `[1, D]`.
+        sources: n >= 1 tensors `[..., D]`.
         key_norm_weight: `g` `[D]`.
-        norm_weight: weight `[D]` of the norm.
-        sources: n >= 1 tensors `[..., D]` that `supports` accepts.
         eps: epsilon of the key norm.
-        norm_eps: epsilon of the norm.
         is_sum: whether to multiply the result by n.
+        fuse_later_grads: always true: the backward pass adds the gradients of later reads, which must take the
+            returned sources.
+        norm: the norm, or `None`.
 
     Returns:
-        The normed result `[..., D]`, and the sources for the next read; `None` for weights or sources that the loops do
-        not take as they are.
+        The result `[..., D]`, normed if a norm is given; `None` for the depth weights, which are not kept; and the
+        sources for the next read. `None` if the loops do not take the tensors as they are.
     """
     shape, dtype = sources[0].shape, sources[0].dtype
     width = shape[-1:]
-    if any(source.shape != shape for source in sources) or norm_weight.dtype is not dtype:
+    if not support.pays(query, sources) or any(source.shape != shape for source in sources):
         return None
-    if query.shape != (1, *width) or key_norm_weight.shape != width or norm_weight.shape != width:
-        return None
-    for weight in (query, key_norm_weight, norm_weight):
-        if weight.dtype not in call.DTYPES or call.why_unfit(weight) is not None or not weight.is_contiguous():
+    weights = [(query, (1, *width)), (key_norm_weight, width)]
+    if norm is not None:
+        if norm.weight.dtype is not dtype:
             return None
+        weights.append((norm.weight, width))
+    for weight, expected in weights:
+        if weight.shape != expected or weight.dtype not in call.DTYPES or call.why_unfit(weight) is not None:
+            return None
+        if not weight.is_contiguous():
+            return None
+    if support.supports(query.detach().view(-1).to(torch.float32), sources) is not None:
+        return None
+    norm_weight, norm_eps = norm or (None, 0.0)
     # One argument for all that is no tensor, because autograd looks at each.
-    result, *later = _NormedRead.apply((eps, norm_eps, is_sum), query, key_norm_weight, norm_weight, *sources)
-    return result, tuple(later)
+    result, *later = _Read.apply((eps, norm_eps, is_sum), query, key_norm_weight, norm_weight, *sources)
+    return result, None, tuple(later)
 
 
-class _NormedRead(torch.autograd.Function):
-    """A read and the norm after it. It saves its inputs, and `3 n + 1` numbers of each token."""
+class _Read(torch.autograd.Function):
+    """A read, and the norm after it if there is one. It saves its inputs, and `3 n + 1` numbers of each token."""
 
     @staticmethod
     def forward(
@@ -65,10 +79,10 @@ class _NormedRead(torch.autograd.Function):
         numbers: tuple[float, float, bool],
         query: Tensor,
         key_norm_weight: Tensor,
-        norm_weight: Tensor,
+        norm_weight: Tensor | None,
         *sources: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the normed result and the sources."""
+        """Return the result and the sources."""
         eps, norm_eps, is_sum = ctx.numbers = numbers
         folded = _folded(query, key_norm_weight)
         result, kept = kernels.forward_with_norm(folded, sources, eps, is_sum, norm_weight, norm_eps)
@@ -100,14 +114,15 @@ class _NormedRead(torch.autograd.Function):
             needs_sources=needs_sources,
         )
         if torch.is_grad_enabled():
-            grad_folded, grad_sources, grad_norm = differentiable_grads(request, FollowingNorm(norm_weight, norm_eps))
+            norm = None if norm_weight is None else FollowingNorm(norm_weight, norm_eps)
+            grad_folded, grad_sources, grad_norm = differentiable_grads(request, norm)
         else:
             grad_folded, grad_norm, grad_sources = kernels.backward_with_norm(request, norm_weight)
         return (
             None,
             (grad_folded * key_norm_weight).to(query.dtype).view_as(query) if needs_query else None,
             (grad_folded * query.view(-1)).to(key_norm_weight.dtype) if needs_key_norm else None,
-            grad_norm.to(norm_weight.dtype) if needs_norm else None,
+            grad_norm.to(norm_weight.dtype) if needs_norm and grad_norm is not None else None,
             *grad_sources,
         )
 
@@ -117,4 +132,4 @@ def _folded(query: Tensor, key_norm_weight: Tensor) -> Tensor:
     return query.view(-1).to(torch.float32) * key_norm_weight.to(torch.float32)
 
 
-__all__ = ["read_with_norm"]
+__all__ = ["read", "training_plan"]
