@@ -29,6 +29,8 @@ _OF_LIBRARIES = {
     "HTTPError": "Is the Hub reachable? The same command starts again.",
     "StrictDataclassError": "",
 }
+# A note of `about`: the file, and the remedy with the stop before it.
+_NOTE = re.compile(r"\(in (.*?)\)((?:\. .*)?)")
 # The message of PyTorch if the machine has no memory for a tensor on the CPU.
 _NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
 
@@ -61,7 +63,9 @@ def describe(error: BaseException) -> tuple[str, bool]:
         text = f"{kind}{text and ': '}{text}"
     line = text or kind
     for note in notes:
-        line = f"{line.rstrip('.')} {note}"
+        named = _NOTE.fullmatch(note)
+        added = named[2] if named is not None and named[1] in line else f" {note}"
+        line = line.rstrip(".") + added if added else line
     if name is not None and not notes and _OF_LIBRARIES[name]:
         line = f"{line.rstrip('.')}. {_OF_LIBRARIES[name]}"
     # A name in the message may contain control characters, which could change the terminal.

@@ -21,10 +21,11 @@ _TOO_LONG = re.compile(r"timed out|wait timeout", re.IGNORECASE)
 
 @contextmanager
 def about(subject: str | os.PathLike, remedy: str = "", only: type[BaseException] = BaseException) -> Generator[None]:
-    """Note on errors of the block what it works on, unless their messages name it.
+    """Note on errors of the block what it works on.
 
     Many errors of libraries do not name the file. A note keeps an error's type and message. The command line prints the
-    notes at the end of its line, and takes an error with a note for one with a message for users.
+    notes at the end of its line, unless the message names the file, and takes an error with a note for one with a
+    message for users.
 
     An `OSError` with a number gets the file's name, if it has none: errors of a full disk, a quota and a limit of file
     sizes lack it. Other errors of this type have a message that names the file.
@@ -40,7 +41,7 @@ def about(subject: str | os.PathLike, remedy: str = "", only: type[BaseException
         if isinstance(error, OSError):
             if error.errno is not None and error.filename is None:
                 error.filename = str(subject)
-        elif str(subject) not in str(error):
+        else:
             error.add_note(f"(in {subject}){remedy and '. '}{remedy}")
         raise
 

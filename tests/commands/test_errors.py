@@ -52,8 +52,8 @@ def test_an_error_with_a_note_names_the_file_and_its_own_remedy():
     error = noted(KeyError("act"), "m/config.json", "Correct it there.")
     assert describe(error) == ("KeyError: 'act' (in m/config.json). Correct it there.", True)
     assert describe(noted(ValueError("m/config.json is empty."), "m/config.json")) == (
-        "ValueError: m/config.json is empty.",
-        False,  # it names the file already
+        "m/config.json is empty.",  # it names the file already
+        True,
     )
 
 

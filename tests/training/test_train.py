@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResLlamaForCausalLM
+from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.generation_settings import check_generation_saving
 from attnres.conversion import retrofit
 from attnres.training.data.blocks import DataSpec, load_blocks
@@ -469,8 +470,8 @@ def refusal_of(model: Path, command: Callable[..., list[str]], *changes: str) ->
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ("[1]", "holds [1], not a JSON object."),
-        ('{"max_new_tokens": -1}', "cannot be used: `max_new_tokens` must be greater than 0, but is -1."),
+        ("[1]", "TypeError: 'list' object is not a mapping"),
+        ('{"max_new_tokens": -1}', "`max_new_tokens` must be greater than 0, but is -1"),
     ],
 )
 def test_settings_of_generation_that_cannot_be_saved_are_refused_before_any_step(
@@ -479,15 +480,17 @@ def test_settings_of_generation_that_cannot_be_saved_are_refused_before_any_step
     model = shutil.copytree(folders["retrofit"], tmp_path / "model")
     (model / "generation_config.json").write_text(settings)
     line = refusal_of(model, command)
-    assert line.startswith(f"attnres: {model / 'generation_config.json'} ") and message in line
+    assert message in line and f"(in {model / 'generation_config.json'})" in line
 
 
 def test_settings_of_generation_that_only_warn_are_refused_only_if_the_recipe_changes_them(tmp_path):
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6, "eos_token_id": 7}')  # a temperature without `do_sample` warns
-    check_generation_saving(tmp_path, {})
-    with pytest.raises(ValueError, match=r"generation_config\.json cannot be used: .*`temperature` is set to `0\.6`"):
-        check_generation_saving(tmp_path, {"eos_token_id": 8})
+    checkpoint = Checkpoint(tmp_path)
+    check_generation_saving(checkpoint, {})
+    with pytest.raises(ValueError, match=r"`temperature` is set to `0\.6`") as caught:
+        check_generation_saving(checkpoint, {"eos_token_id": 8})
+    assert str(path) in caught.value.__notes__[0]
 
 
 def test_a_model_with_the_files_of_an_adapter_beside_it_is_refused(folders, command, tmp_path):
