@@ -89,7 +89,7 @@ def documents_by_signs(arguments: Arguments, makes_cache: bool) -> Tensor | None
             a jump is ambiguous.
     """
     shape = shape_of(arguments)
-    signs = _documents_by_sign(arguments, shape)
+    signs = _documents_by_numbers(arguments, shape)
     positions = arguments.get("position_ids")
     if positions is None and not signs and arguments.get("attention_mask") is None:
         for name in _LENGTHS:
@@ -142,7 +142,7 @@ def _begin_alike(first: Tensor | None, second: Tensor | None) -> Tensor | bool:
     return ((first.diff(dim=-1) != 0) == (second.diff(dim=-1) != 0).to(first.device)).all()
 
 
-def _documents_by_sign(arguments: Arguments, shape: tuple[int, int]) -> dict[str, Tensor | None]:
+def _documents_by_numbers(arguments: Arguments, shape: tuple[int, int]) -> dict[str, Tensor | None]:
     """Find the documents by each argument that holds borders or numbers.
 
     Returns:

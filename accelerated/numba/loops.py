@@ -9,6 +9,7 @@ Statistics are in float32. Rows of bfloat16 are converted when they are read and
 explains how to change and debug the loops.
 """
 
+from collections.abc import Callable
 from itertools import chain
 
 import numba
@@ -348,94 +349,44 @@ def situ_grads_chunk(chunk, chunks, arguments, beta, linear_beta, like):
         situ_grads(gate, up, grad, grad_gate, grad_up, beta, linear_beta, like)
 
 
-@_jit
-def forward_in_turn(chunks, arguments, eps, norm_eps, like):
-    """Run [`forward_chunk`] on one thread. To call it for each chunk from Python would take longer than the chunk."""
-    for chunk in range(chunks):
-        forward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
+def _over_chunks(name: str, jit: Callable, over_chunk: Callable, others: int, each: int) -> Callable:
+    """Return a compiled loop over all chunks. To call `over_chunk` from Python would take longer than a chunk.
+
+    Args:
+        name: name of the loop, which machine code carries too, so each needs its own.
+        jit: compiles the loop for one thread or for several.
+        over_chunk: the compiled loop over one chunk.
+        others: number of its addresses beside those of the sources.
+        each: number of addresses for every source.
+    """
+
+    def run(chunks, arguments, first, second, like):
+        _arguments(arguments, others, each)  # checks them here, because a thread must not raise
+        for chunk in numba.prange(chunks):
+            over_chunk(chunk, chunks, arguments, first, second, like)
+
+    run.__name__ = run.__qualname__ = name
+    return jit(run)
 
 
-@_jit
-def backward_in_turn(chunks, arguments, eps, norm_eps, like):
-    """Run [`backward_chunk`] on one thread."""
-    for chunk in range(chunks):
-        backward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
-
-
-@_jit
-def phase_one_in_turn(chunks, arguments, eps, norm_eps, like):
-    """Run [`phase_one_chunk`] on one thread."""
-    for chunk in range(chunks):
-        phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like)
-
-
-@_jit
-def situ_in_turn(chunks, arguments, beta, linear_beta, like):
-    """Run [`situ_chunk`] on one thread."""
-    for chunk in range(chunks):
-        situ_chunk(chunk, chunks, arguments, beta, linear_beta, like)
-
-
-@_jit
-def situ_grads_in_turn(chunks, arguments, beta, linear_beta, like):
-    """Run [`situ_grads_chunk`] on one thread."""
-    for chunk in range(chunks):
-        situ_grads_chunk(chunk, chunks, arguments, beta, linear_beta, like)
-
-
-@_parallel_jit
-def forward_chunks(chunks, arguments, eps, norm_eps, like):
-    """Run [`forward_chunk`] on several threads."""
-    _arguments(arguments, len(_FORWARD), 1)  # checks them here, because a thread must not raise
-    for chunk in numba.prange(chunks):
-        forward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
-
-
-@_parallel_jit
-def backward_chunks(chunks, arguments, eps, norm_eps, like):
-    """Run [`backward_chunk`] on several threads."""
-    _arguments(arguments, len(_BACKWARD), 3)  # checks them here, because a thread must not raise
-    for chunk in numba.prange(chunks):
-        backward_chunk(chunk, chunks, arguments, eps, norm_eps, like)
-
-
-@_parallel_jit
-def phase_one_chunks(chunks, arguments, eps, norm_eps, like):
-    """Run [`phase_one_chunk`] on several threads."""
-    _arguments(arguments, len(_PHASE_ONE), 1)  # checks them here, because a thread must not raise
-    for chunk in numba.prange(chunks):
-        phase_one_chunk(chunk, chunks, arguments, eps, norm_eps, like)
-
-
-@_parallel_jit
-def situ_chunks(chunks, arguments, beta, linear_beta, like):
-    """Run [`situ_chunk`] on several threads."""
-    _arguments(arguments, len(_SITU), 0)  # checks them here, because a thread must not raise
-    for chunk in numba.prange(chunks):
-        situ_chunk(chunk, chunks, arguments, beta, linear_beta, like)
-
-
-@_parallel_jit
-def situ_grads_chunks(chunks, arguments, beta, linear_beta, like):
-    """Run [`situ_grads_chunk`] on several threads."""
-    _arguments(arguments, len(_SITU_GRADS), 0)  # checks them here, because a thread must not raise
-    for chunk in numba.prange(chunks):
-        situ_grads_chunk(chunk, chunks, arguments, beta, linear_beta, like)
-
-
+# Name -> the loop over one chunk, and the numbers of its addresses; see `_over_chunks`.
+_OVER_CHUNK = {
+    "forward": (forward_chunk, len(_FORWARD), 1),
+    "backward": (backward_chunk, len(_BACKWARD), 3),
+    "phase one": (phase_one_chunk, len(_PHASE_ONE), 1),
+    "situ": (situ_chunk, len(_SITU), 0),
+    "situ grads": (situ_grads_chunk, len(_SITU_GRADS), 0),
+}
+_KINDS = {"on one thread": _jit, "on several": _parallel_jit}
 # Name -> the loops over all chunks on one thread, and on several.
 LOOPS = {
-    "forward": (forward_in_turn, forward_chunks),
-    "backward": (backward_in_turn, backward_chunks),
-    "phase one": (phase_one_in_turn, phase_one_chunks),
-    "situ": (situ_in_turn, situ_chunks),
-    "situ grads": (situ_grads_in_turn, situ_grads_chunks),
+    name: tuple(_over_chunks(f"{name} {kind}".replace(" ", "_"), jit, *loop) for kind, jit in _KINDS.items())
+    for name, loop in _OVER_CHUNK.items()
 }
 LIKE = {4: _FLOAT, 2: _HALF}  # bytes of a number -> the argument `like`
 
 # The loops of both kinds call the loops over a chunk, which are compiled once.
-_OVER_CHUNK = (forward_chunk, backward_chunk, phase_one_chunk, situ_chunk, situ_grads_chunk)
-DISPATCHERS = (*_OVER_CHUNK, *chain.from_iterable(LOOPS.values()))
+DISPATCHERS = (*(loop for loop, *_ in _OVER_CHUNK.values()), *chain.from_iterable(LOOPS.values()))
 for _dispatcher in DISPATCHERS:
     # `numba` has no public way to set a function's cache.
     # pyrefly: ignore[missing-attribute]  # `njit` makes a dispatcher of a function
