@@ -18,8 +18,8 @@ from attnres import AttnResLlamaForCausalLM
 from attnres.checkpoints.generation_settings import check_generation_saving
 from attnres.conversion import retrofit
 from attnres.training.data.blocks import DataSpec, load_blocks
+from attnres.training.data.sets import prepare_data
 from attnres.training.lora import add_adapters
-from attnres.training.prepare import prepare_data
 from attnres.training.recipe import read_recipe
 from attnres.utils.files import check_replaceable
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
