@@ -444,7 +444,7 @@ def test_a_run_does_not_resume_from_a_checkpoint_with_an_empty_file(name, comman
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (("config={num_hidden_layers: many}",), "`config` of the recipe does not fit "),
+        (("config={num_hidden_layers: many}",), "`config` does not fit "),
         (("retrofit={block_size: 0}",), "the recipe"),
         (("trainer.report_to=nothing",), "`trainer` of the recipe: nothing is not supported"),
         (("batch_size=3",), "`batch_size` 3 is not a multiple of `micro_batch_size` 2"),

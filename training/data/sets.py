@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
-from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from attnres.utils.wording import counted
@@ -13,12 +13,15 @@ from .blocks import DataSpec, digest_of, load_blocks
 from .chat import encode_chat
 from .documents import file_identities
 
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
 MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
 
 
 def prepare_data(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Dataset | IterableDataset, Dataset, dict[str, str]]:
+) -> "tuple[Dataset | IterableDataset, Dataset, dict[str, str]]":
     """Tokenise the data of a recipe, and divide it into sequences to train on and sequences held out.
 
     Args:
@@ -63,7 +66,7 @@ def prepare_data(
     return _whole_batches(train.select(range(num_train)), recipe, len(held_out)), held_out, digests
 
 
-def _whole_batches(train: Dataset, recipe: Recipe, num_held_out: int = 0) -> Dataset:
+def _whole_batches(train: "Dataset", recipe: Recipe, num_held_out: int = 0) -> "Dataset":
     """Return the sequences without the last ones, which make no whole batch. Raise ValueError if none is left.
 
     The last batch of an epoch would be short, and with several processes accelerate would fill it with sequences of the
