@@ -32,7 +32,7 @@ from attnres.utils.errors import about
 
 _RANDOM = "rng_state"
 _METADATA = ".metadata"  # the table of contents of a folder of parts
-_DIVIDED = ("optimizer", "pytorch_model_fsdp")  # folders of parts, of `transformers` and of accelerate's FSDP
+_SHARDED = ("optimizer", "pytorch_model_fsdp")  # folders of parts, of `transformers` and of accelerate's FSDP
 # File of `torch.save` -> the keys of its content.
 _KEYS = {
     OPTIMIZER_NAME: {"state", "param_groups"},
@@ -40,7 +40,7 @@ _KEYS = {
     _RANDOM: {"python", "numpy", "cpu"},
 }
 _SHARD = re.compile(r"(?:pytorch_)?model-\d+-of-\d+\.safetensors")
-_DIVIDED_SHARD = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors$")
+_SHARDED_WEIGHTS = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors$")
 # Files that each process writes, by its number: the parts of a divided optimizer.
 _OF_PROCESS = re.compile(r"__(\d+)_\d+\.distcp$")
 _BROKEN_ARCHIVE = (EOFError, NotImplementedError, OSError, RuntimeError, ValueError, zipfile.BadZipFile)
@@ -122,10 +122,10 @@ def _missing(folder: Path) -> str | None:
 def _missing_shard(folder: Path, names: Set[str]) -> str | None:
     """Return a message about weights in several files that are not those of the index, else `None`."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if divided := [name for name in names if _DIVIDED_SHARD.match(name)]:
+    if parts := [name for name in names if _SHARDED_WEIGHTS.match(name)]:
         # Each process writes one, and its random numbers.
-        count = max(len(divided), sum(name.startswith(_RANDOM) for name in names))
-        numbers = {int(_DIVIDED_SHARD.match(name)[1]) for name in divided}
+        count = max(len(parts), sum(name.startswith(_RANDOM) for name in names))
+        numbers = {int(_SHARDED_WEIGHTS.match(name)[1]) for name in parts}
         if absent := sorted({*range(1, count + 1)} - numbers):
             return f"{folder}/shard-{absent[0]:05d}-model-*.safetensors is missing"
     if not index.exists():
@@ -150,8 +150,8 @@ def _missing_shard(folder: Path, names: Set[str]) -> str | None:
 
 def _missing_part(folder: Path) -> str | None:
     """Return a message about an optimizer or weights in parts, of which one is missing or broken; else `None`."""
-    for divided in sorted(path for path in folder.iterdir() if path.is_dir() and path.name.startswith(_DIVIDED)):
-        metadata = divided / _METADATA
+    for sharded in sorted(path for path in folder.iterdir() if path.is_dir() and path.name.startswith(_SHARDED)):
+        metadata = sharded / _METADATA
         if not metadata.exists():
             return f"{metadata} is missing"
         try:
@@ -163,7 +163,7 @@ def _missing_part(folder: Path) -> str | None:
         except pickle.UnpicklingError:
             return f"{metadata} is broken (it does not hold what training writes there)"
         for name, group in groupby(places, key=lambda place: place[0]):
-            if problem := _broken_part(divided / name, [place[1:] for place in group]):
+            if problem := _broken_part(sharded / name, [place[1:] for place in group]):
                 return problem
     return None
 

@@ -33,7 +33,7 @@ def describe_run(
     train: "Dataset | IterableDataset",
     held_out: "Dataset",
     device: torch.device,
-    division: str = "1 process",
+    shares: str = "1 process",
     parameters: int | None = None,
 ) -> list[str]:
     """Describe a run before it begins: model, data, steps and processes, and notes on possible mistakes.
@@ -44,7 +44,7 @@ def describe_run(
         train: The sequences to train on.
         held_out: The sequences to measure the loss on.
         device: The device of the first process.
-        division: How many processes train, and how they divide the model, in words.
+        shares: How many processes train, and how they share the model, in words.
         parameters: The number of parameters of the whole model, all trained, if `model` is a part of it.
 
     Returns:
@@ -70,7 +70,7 @@ def describe_run(
     return [
         f"Model: {recipe.model} ({config.model_type}), {start}, {kind}",
         f"Parameters: {total:,}, of which {'all' if is_whole else f'{trained:,}'} are trained, on {device}",
-        division,
+        shares,
         f"Data: {documents}{data} to train on, {len(held_out):,} held out",
         f"Run: {counted(steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "
         f"{tokens:,} tokens{epochs}; into {recipe.out}",

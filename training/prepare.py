@@ -1,14 +1,12 @@
-"""The first phase of a training run: turn a recipe into a tokenizer, data and a model.
+"""The first phase of a training run: turn a recipe into a tokenizer and a model.
 
-`train.py` calls these functions in an order that finds errors early: a wrong model is refused before any text is
-tokenised.
+`train.py` calls these functions before and after the text is tokenised: a wrong model is refused before.
 """
 
 import contextlib
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -25,21 +23,12 @@ from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
 from attnres.conversion.retrofit import load_source, retrofit_part
 from attnres.residual_attnres import residual_tensors
-from attnres.utils.wording import counted
 
-from .data.blocks import DataSpec, digest_of, load_blocks
-from .data.chat import encode_chat
-from .data.documents import file_identities
 from .parallel.pipeline_parts import make_part, part_of
 from .parallel.sharding import check_fsdp2, load_sharded
 from .recipe import Recipe
 from .run_folder import START
 from .start import HEAL, check_from_scratch
-
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
-MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
 
 
 def prepare_source(recipe: Recipe, name: str) -> PreTrainedTokenizerBase:
@@ -165,73 +154,6 @@ def _check_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
     check_memory(needed, subject, "Choose a smaller configuration, or smaller numbers by `config`.")
 
 
-def prepare_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> "tuple[Dataset | IterableDataset, Dataset, dict[str, str]]":
-    """Tokenise the data of a recipe, and divide it into sequences to train on and sequences held out.
-
-    Args:
-        recipe: The recipe of the run.
-        tokenizer: The tokenizer of the run.
-
-    Returns:
-        The sequences to train on, the held-out sequences, and a digest of each data set by its key in the recipe.
-
-    Raises:
-        OSError: A file cannot be read, or the cache cannot be written.
-        ValueError: A data set, file or row cannot be used, or there are too few sequences.
-    """
-    spec = DataSpec(tuple(recipe.train), recipe.split, recipe.column, recipe.streaming, recipe.bad_rows)
-    encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
-    load_spec = partial(load_blocks, encode=encode, separate=recipe.separate_documents)
-    train = load_spec(spec, tokenizer, recipe.length, seed=recipe.seed)
-    if recipe.streaming:
-        # The tokens of a stream are not known yet: its files stand in for them.
-        digests = {"train": repr(file_identities(spec))}
-        # `Trainer` does not know where a pass over a stream ends: it would add the micro-batches of a short last step
-        # to the next step, and resume in the first pass. So there is one pass without an end.
-        train = train.repeat(None)
-    else:
-        digests = {"train": digest_of(train)}
-    if recipe.held_out:
-        split = recipe.held_out_split or recipe.split
-        spec = replace(spec, paths=tuple(recipe.held_out), split=split, streaming=False)
-        held_out = load_spec(spec, tokenizer, recipe.length, seed=None)
-        whole = train if recipe.streaming else _whole_batches(train, recipe)
-        return whole, held_out, digests | {"held_out": digest_of(held_out)}
-    # At most a tenth of the data, so that most of a small data set is left to train on.
-    count = recipe.held_out_sequences or min(MAX_HELD_OUT, max(1, len(train) // 10))
-    num_train = len(train) - count
-    if num_train <= 0:
-        raise ValueError(
-            f"`held_out_sequences` of the recipe is {count}, but the data has only "
-            f"{counted(len(train), 'sequence')} of {recipe.length} tokens: hold out fewer, name other data by "
-            "`held_out`, or give more data, or a smaller `length`."
-        )
-    held_out = train.select(range(num_train, len(train)))
-    return _whole_batches(train.select(range(num_train)), recipe, len(held_out)), held_out, digests
-
-
-def _whole_batches(train: "Dataset", recipe: Recipe, num_held_out: int = 0) -> "Dataset":
-    """Return the sequences without the last ones, which make no whole batch. Raise ValueError if none is left.
-
-    The last batch of an epoch would be short, and with several processes accelerate would fill it with sequences of the
-    epoch's first batch.
-    """
-    left_out = len(train) % recipe.batch_size
-    if left_out == len(train):
-        held_out = f", {num_held_out} of them held out" if num_held_out else ""
-        raise ValueError(
-            f"the data has {counted(len(train) + num_held_out, 'sequence')} of {recipe.length} tokens{held_out}: less "
-            f"than one batch of {recipe.batch_size}. Give more data, or smaller `length` or `batch_size`."
-        )
-    whole = train.select(range(len(train) - left_out))
-    if left_out:
-        last = f"the last {counted(left_out, 'sequence')} left out, which fill no batch of {recipe.batch_size}"
-        whole.info.description = ", ".join(filter(None, [train.info.description, last]))
-    return whole
-
-
 def prepare_model(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -324,4 +246,4 @@ def _part_of_retrofit(recipe: Recipe, part: Part, source: PreTrainedModel) -> fr
         return part(AutoModelForCausalLM.from_config(retrofit_config(source.config, **recipe.retrofit)))
 
 
-__all__ = ["build_model", "check_model", "prepare_data", "prepare_model", "prepare_source", "prepare_tokenizer"]
+__all__ = ["build_model", "check_model", "prepare_model", "prepare_source", "prepare_tokenizer"]

@@ -7,6 +7,7 @@ imports PyTorch, so neither this file nor the files that it imports import heavy
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -200,7 +201,7 @@ class Recipe:
     pipeline: PipelineSettings | None = None
     trainer: Annotated[TrainerFields, BeforeValidator(read_trainer_fields)] = field(default_factory=TrainerFields)
 
-    @property
+    @cached_property
     def source(self) -> ModelSource:
         """Return the model that the run starts from."""
         return ModelSource(self.model)

@@ -25,6 +25,7 @@ from attnres.utils.wording import counted
 
 from .arguments import prepare_arguments, set_steps
 from .checkpoints import check_best, check_checkpoint
+from .data.sets import prepare_data
 from .disk_space import check_disk
 from .display import Display, describe_run
 from .launch import check_launch, read_launch
@@ -33,12 +34,11 @@ from .parallel.pipeline_trainer import PipelineTrainer, describe_pipeline
 from .parallel.sharding import (
     allow_tensor_parallel_on_cpus,
     check_engine,
-    check_sharding,
     describe_sharding,
     make_sharding,
     shard_by_deepspeed_later,
 )
-from .prepare import prepare_data, prepare_model, prepare_source
+from .prepare import prepare_model, prepare_source
 from .recipe import Recipe
 from .report import collect_results, describe_results, write_run
 from .run_folder import check_data, check_length, hold_folder, record_run
@@ -126,18 +126,17 @@ def _train_in_folder(
         else:
             trainer = AttnResTrainer(model, recipe, arguments, **options)
         shard_by_deepspeed_later()
-        check_sharding(trainer, sharding)
+        shares = describe_sharding(trainer, sharding)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(display)
         if state.is_main_process:
             check_disk(trainer, recipe, 0 if checkpoint is None else int(checkpoint.rpartition("-")[2]))
             record_run(out, recipe, digests, is_resumed=checkpoint is not None)
-            described = recipe, model, train, held_out, arguments.device
             if recipe.pipeline is not None:
-                lines = describe_run(*described, describe_pipeline(trainer.pipeline), trainer.total_parameters)
-            else:
-                lines = describe_run(*described, describe_sharding(trainer, sharding))
+                shares = describe_pipeline(trainer.pipeline)
+            described = recipe, model, train, held_out, arguments.device, shares, trainer.total_parameters
+            lines = describe_run(*described)
             print("\n".join(lines), flush=True)
             if checkpoint:
                 print(resuming, flush=True)

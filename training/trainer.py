@@ -293,10 +293,10 @@ class AttnResTrainer(ResumableTrainer):
         if not isinstance(model, PreTrainedModel):
             return super()._save(output_dir, state_dict)
         is_main, is_checkpoint = self.args.should_save, self._saving_in is not None
-        division = getattr(model.config, "distributed_config", None)
+        sharding = getattr(model.config, "distributed_config", None)
         if self.divided and not is_checkpoint:
             state_dict = model.gather_sharded_state_dict_for_save(
-                model, model.state_dict(), division, save_on_this_rank=is_main
+                model, model.state_dict(), sharding, save_on_this_rank=is_main
             )
             model.config.distributed_config = None  # since the files hold a whole model
         if state_dict is not None:
@@ -312,8 +312,8 @@ class AttnResTrainer(ResumableTrainer):
                 save_original_format=not is_checkpoint,
                 distributed_checkpoint=in_parts,
             )
-        if division is not None:
-            model.config.distributed_config = division
+        if sharding is not None:
+            model.config.distributed_config = sharding
 
     def _save_checkpoint(self, model, trial) -> None:
         """Write a checkpoint under another name, and rename it once every process has written its part."""

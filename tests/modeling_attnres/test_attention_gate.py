@@ -350,8 +350,8 @@ def test_tensor_parallelism_divides_a_gate_like_its_projection():
         plans[place, granularity] = config.base_model_tp_plan
     rule, projection = "layers.*.self_attn.g_proj", "layers.*.self_attn.v_proj"
     for (place, granularity), plan in plans.items():
-        is_divided = place != "output" and granularity != "head_shared"
-        assert plan.get(rule) == ("colwise" if is_divided else None)
+        is_sharded = place != "output" and granularity != "head_shared"
+        assert plan.get(rule) == ("colwise" if is_sharded else None)
         assert (projection in plan) == (granularity != "head_shared"), "a gate that heads share needs them all"
     neox = AutoConfig.for_model("attnres_gpt_neox", attention_gate="sdpa").base_model_tp_plan
     assert neox["layers.*.attention.g_proj"] == "colwise"

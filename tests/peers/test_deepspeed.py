@@ -18,7 +18,7 @@ REQUIREMENTS = ("--no-build-isolation", "deepspeed==0.19.8")
 
 @pytest.fixture(scope="module")
 def train(python_with, assets) -> Callable[..., str]:
-    """Return `train(run, out, is_divided)`, which trains one of `RUNS` and returns the output."""
+    """Return `train(run, out, is_sharded)`, which trains one of `RUNS` and returns the output."""
     python = python_with("deepspeed", *REQUIREMENTS)
     (config,) = [path for path in ACCELERATE_YAMLS if path.stem == "zero3"]
     source = assets / "checkpoints" / "stories260K-hf"
@@ -26,10 +26,10 @@ def train(python_with, assets) -> Callable[..., str]:
     launcher = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
     launcher += ["--mixed_precision", "no", "--main_process_port", "0"]
 
-    def run(name: str, out: Path, is_divided: bool) -> str:
+    def run(name: str, out: Path, is_sharded: bool) -> str:
         recipe = [part.format(source=source) for part in RUNS[name]]
         data = (f"train={text}", f"out={out}", "optimizer=adamw", "learning_rate=3e-4")
-        start = [python, *launcher] if is_divided else [sys.executable]
+        start = [python, *launcher] if is_sharded else [sys.executable]
         command = [*start, "-m", "attnres_cli", "train", *recipe, *data, *SIZES]
         # accelerate ignores DeepSpeed where it is told to use CPUs, so DeepSpeed alone is told.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -45,8 +45,8 @@ def train(python_with, assets) -> Callable[..., str]:
 def test_zero_3_gives_the_run_of_one_process_and_resumes(name, train, tmp_path):
     """A retrofit with tied weights is healed, and a hybrid with balanced experts is trained from scratch."""
     out, expected = tmp_path / "out", tmp_path / "expected"
-    train(name, expected, is_divided=False)
-    output = train(name, out, is_divided=True)
+    train(name, expected, is_sharded=False)
+    output = train(name, out, is_sharded=True)
     assert "\n2 processes, the model sharded by DeepSpeed (ZeRO-3)\n" in output
     assert_same_run(out, expected)
     if name == "scratch":
@@ -57,5 +57,5 @@ def test_zero_3_gives_the_run_of_one_process_and_resumes(name, train, tmp_path):
         shutil.rmtree(out / part)
     for part in ("results.json", "loss.png"):
         (out / part).unlink()
-    assert "Resuming from" in train(name, out, is_divided=True)
+    assert "Resuming from" in train(name, out, is_sharded=True)
     assert_same_run(out, tmp_path / "whole", tolerance=0)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 from attnres.checkpoints.source import ModelSource
-from attnres.training import arguments, prepare
+from attnres.training import arguments
+from attnres.training.data.sets import prepare_data
 from attnres.training.recipe import Recipe, read_recipe, recipe_names, write_recipe
 from attnres.training.trainer_fields import DECIDED_BY_RUN
 
@@ -263,10 +264,10 @@ def test_holding_out_more_sequences_than_there_are_is_refused(tokenizer, monkeyp
     (tmp_path / "text.txt").write_text("one two three four five six seven eight nine " * 20)
     changes = ("model=m", f"train={tmp_path / 'text.txt'}", "out=o", "length=16", "batch_size=1")
     read = [read_recipe("finetune", (*changes, f"held_out_sequences={number}")) for number in (1, 1000)]
-    count = sum(map(len, prepare.prepare_data(read[0], tokenizer)[:2]))
+    count = sum(map(len, prepare_data(read[0], tokenizer)[:2]))
     message = f"^`held_out_sequences` of the recipe is 1000, but the data has only {count} sequences of 16 tokens: "
     with pytest.raises(ValueError, match=message):
-        prepare.prepare_data(read[1], tokenizer)
+        prepare_data(read[1], tokenizer)
 
 
 def test_a_recipe_may_set_a_field_of_the_trainer_only_if_the_run_has_just_a_default_for_it(monkeypatch, tmp_path):

@@ -19,8 +19,8 @@ from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.generation_settings import check_generation_saving
 from attnres.conversion import retrofit
 from attnres.training.data.blocks import DataSpec, load_blocks
+from attnres.training.data.sets import prepare_data
 from attnres.training.lora import add_adapters
-from attnres.training.prepare import prepare_data
 from attnres.training.recipe import read_recipe
 from attnres.utils.files import check_replaceable
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
@@ -445,7 +445,7 @@ def test_a_run_does_not_resume_from_a_checkpoint_with_an_empty_file(name, comman
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (("config={num_hidden_layers: many}",), "`config` of the recipe does not fit "),
+        (("config={num_hidden_layers: many}",), "`config` does not fit "),
         (("retrofit={block_size: 0}",), "the recipe"),
         (("trainer.report_to=nothing",), "`trainer` of the recipe: nothing is not supported"),
         (("batch_size=3",), "`batch_size` 3 is not a multiple of `micro_batch_size` 2"),

@@ -88,10 +88,10 @@ class Pipeline:
         model.to(device)
         self.cache = BlockCache()
         self._modules = [self._make_module(index) for index in range(self.stage, len(self.layers), stages)]
-        if self.is_divided:
+        if self.is_sharded:
             mesh = DeviceMesh.from_group(self.replica_group, device.type)
             for module in self._modules:
-                divide_module(module, mesh)
+                shard_module(module, mesh)
         # After the division, which replaces parameters.
         self.tied: nn.Parameter | None = None
         if tied and (is_first or is_last):
@@ -115,7 +115,7 @@ class Pipeline:
         return mine
 
     @property
-    def is_divided(self) -> bool:
+    def is_sharded(self) -> bool:
         """Return whether FSDP2 divides each stage among the pipelines."""
         return self.settings.fsdp and self.replicas > 1
 
@@ -143,7 +143,7 @@ class Pipeline:
         """
         batches = split_batch(batch, self.settings.microbatches)
         # FSDP2 averages gradients over the pipelines, where their sum is needed.
-        scale = self.replicas if self.is_divided else 1
+        scale = self.replicas if self.is_sharded else 1
         batches = [part | {"num_items_in_batch": num_items / scale} for part in batches]
         self._prepare(batches)
         for stage in self._stages:
@@ -210,7 +210,7 @@ class Pipeline:
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sum the gradients over the pipelines, and over both ends of a tied embedding. Call it once a step."""
-        if self.replicas > 1 and not self.is_divided:
+        if self.replicas > 1 and not self.is_sharded:
             parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             # A parameter may be used in one pipeline only, such as an expert that no token of the others chose.
             used = torch.tensor([parameter.grad is not None for parameter in parameters], device=self.device).int()
@@ -274,7 +274,7 @@ class Pipeline:
             # With gradients on, no inference plan is made: a plan reads for the layers of the whole model.
             with torch.enable_grad():
                 result = module.eval()(*received, chunk=chunk, batch=batch)
-            if self.is_divided:
+            if self.is_sharded:
                 for part in filter(lambda part: isinstance(part, FSDPModule), module.modules()):
                     part.reshard()  # the backward pass would do it
             if not module.is_last:
@@ -328,7 +328,7 @@ class Pipeline:
         }
 
 
-def divide_module(module: ChunkModule, mesh: DeviceMesh) -> None:
+def shard_module(module: ChunkModule, mesh: DeviceMesh) -> None:
     """Divide the parameters of a chunk among the pipelines by FSDP2: layers, embedding and head each by itself.
 
     Args:

@@ -10,8 +10,9 @@ from pydantic import Field, StrictBool, model_validator
 from ..settings import Count, Settings, Whole
 from ..trainer_fields import LONGEST_TIMEOUT
 
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
 # Schedule of `torch.distributed.pipelining` -> whether a process holds several chunks of the model.
-SCHEDULES = {
+SCHEDULES: dict[Schedule, bool] = {
     "GPipe": False,
     "1F1B": False,
     "Interleaved1F1B": True,
@@ -44,9 +45,7 @@ class PipelineSettings(Settings):
     key = "pipeline"
     stages: Annotated[Whole, Field(ge=2)]
     virtual: Count = 1
-    schedule: Literal[tuple(SCHEDULES)] = Field(
-        default_factory=lambda given: "Interleaved1F1B" if given["virtual"] > 1 else "1F1B"
-    )
+    schedule: Schedule = Field(default_factory=lambda given: "Interleaved1F1B" if given["virtual"] > 1 else "1F1B")
     microbatches: Count = Field(default_factory=lambda given: given["stages"])
     layers: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     cache: StrictBool = True

@@ -75,26 +75,6 @@ def allow_tensor_parallel_on_cpus(state: PartialState, sharding: DistributedConf
         state.distributed_type = DistributedType.MULTI_GPU
 
 
-def check_sharding(trainer: Trainer, sharding: DistributedConfig | None) -> None:
-    """Check that the model is sharded as the recipe or the settings of accelerate ask for.
-
-    Args:
-        trainer: The trainer of the run.
-        sharding: The sharding by the recipe's `distributed`; `None` without one.
-
-    Raises:
-        RuntimeError: The model is not sharded in this way.
-    """
-    engines = {"FSDP": trainer.is_fsdp_enabled, "DEEPSPEED": trainer.is_deepspeed_enabled, "MEGATRON_LM": False}
-    for engine, is_made in engines.items():
-        if parse_flag_from_env(f"ACCELERATE_USE_{engine}") and not is_made:
-            raise RuntimeError(_describe_not_sharded(engine))
-    if (trainer.args.fsdp and not trainer.is_fsdp_enabled) or (trainer.args.deepspeed and not engines["DEEPSPEED"]):
-        raise RuntimeError(_describe_not_sharded("`fsdp`" if trainer.args.fsdp else "`deepspeed`"))
-    if sharding is not None and not getattr(trainer.model, "is_distributed_loading_by_transformers", False):
-        raise RuntimeError("`distributed` of the recipe is set, but `transformers` did not shard the model.")
-
-
 def describe_sharding(trainer: Trainer, sharding: DistributedConfig | None) -> str:
     """Describe in a line how many processes train, and how they share the model.
 
@@ -104,7 +84,18 @@ def describe_sharding(trainer: Trainer, sharding: DistributedConfig | None) -> s
 
     Returns:
         The line, such as `8 processes, the model sharded by transformers (FSDP2 8)`.
+
+    Raises:
+        RuntimeError: The model is not sharded as the recipe or the settings of accelerate ask for.
     """
+    engines = {"FSDP": trainer.is_fsdp_enabled, "DEEPSPEED": trainer.is_deepspeed_enabled, "MEGATRON_LM": False}
+    for engine, is_made in engines.items():
+        if parse_flag_from_env(f"ACCELERATE_USE_{engine}") and not is_made:
+            raise RuntimeError(_describe_not_sharded(engine))
+    if (trainer.args.fsdp and not trainer.is_fsdp_enabled) or (trainer.args.deepspeed and not engines["DEEPSPEED"]):
+        raise RuntimeError(_describe_not_sharded("`fsdp`" if trainer.args.fsdp else "`deepspeed`"))
+    if sharding is not None and not getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise RuntimeError("`distributed` of the recipe is set, but `transformers` did not shard the model.")
     count = trainer.args.world_size
     processes = f"{count} processes"
     if sharding is not None:
@@ -222,7 +213,6 @@ def _joins_tensors(source: str) -> bool:
 
 __all__ = [
     "allow_tensor_parallel_on_cpus",
-    "check_sharding",
     "check_engine",
     "check_fsdp2",
     "describe_sharding",

@@ -1,0 +1,89 @@
+"""Turn the keys of a recipe that name data into sequences to train on and sequences held out."""
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from attnres.utils.wording import counted
+
+from ..recipe import Recipe
+from .blocks import DataSpec, digest_of, load_blocks
+from .chat import encode_chat
+from .documents import file_identities
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
+
+
+def prepare_data(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> "tuple[Dataset | IterableDataset, Dataset, dict[str, str]]":
+    """Tokenise the data of a recipe, and divide it into sequences to train on and sequences held out.
+
+    Args:
+        recipe: The recipe of the run.
+        tokenizer: The tokenizer of the run.
+
+    Returns:
+        The sequences to train on, the held-out sequences, and a digest of each data set by its key in the recipe.
+
+    Raises:
+        OSError: A file cannot be read, or the cache cannot be written.
+        ValueError: A data set, file or row cannot be used, or there are too few sequences.
+    """
+    spec = DataSpec(tuple(recipe.train), recipe.split, recipe.column, recipe.streaming, recipe.bad_rows)
+    encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
+    load_spec = partial(load_blocks, encode=encode, separate=recipe.separate_documents)
+    train = load_spec(spec, tokenizer, recipe.length, seed=recipe.seed)
+    if recipe.streaming:
+        # The tokens of a stream are not known yet: its files stand in for them.
+        digests = {"train": repr(file_identities(spec))}
+        # `Trainer` does not know where a pass over a stream ends: it would add the micro-batches of a short last step
+        # to the next step, and resume in the first pass. So there is one pass without an end.
+        train = train.repeat(None)
+    else:
+        digests = {"train": digest_of(train)}
+    if recipe.held_out:
+        split = recipe.held_out_split or recipe.split
+        spec = replace(spec, paths=tuple(recipe.held_out), split=split, streaming=False)
+        held_out = load_spec(spec, tokenizer, recipe.length, seed=None)
+        whole = train if recipe.streaming else _whole_batches(train, recipe)
+        return whole, held_out, digests | {"held_out": digest_of(held_out)}
+    # At most a tenth of the data, so that most of a small data set is left to train on.
+    count = recipe.held_out_sequences or min(MAX_HELD_OUT, max(1, len(train) // 10))
+    num_train = len(train) - count
+    if num_train <= 0:
+        raise ValueError(
+            f"`held_out_sequences` of the recipe is {count}, but the data has only "
+            f"{counted(len(train), 'sequence')} of {recipe.length} tokens: hold out fewer, name other data by "
+            "`held_out`, or give more data, or a smaller `length`."
+        )
+    held_out = train.select(range(num_train, len(train)))
+    return _whole_batches(train.select(range(num_train)), recipe, len(held_out)), held_out, digests
+
+
+def _whole_batches(train: "Dataset", recipe: Recipe, num_held_out: int = 0) -> "Dataset":
+    """Return the sequences without the last ones, which make no whole batch. Raise ValueError if none is left.
+
+    The last batch of an epoch would be short, and with several processes accelerate would fill it with sequences of the
+    epoch's first batch.
+    """
+    left_out = len(train) % recipe.batch_size
+    if left_out == len(train):
+        held_out = f", {num_held_out} of them held out" if num_held_out else ""
+        raise ValueError(
+            f"the data has {counted(len(train) + num_held_out, 'sequence')} of {recipe.length} tokens{held_out}: less "
+            f"than one batch of {recipe.batch_size}. Give more data, or smaller `length` or `batch_size`."
+        )
+    whole = train.select(range(len(train) - left_out))
+    if left_out:
+        last = f"the last {counted(left_out, 'sequence')} left out, which fill no batch of {recipe.batch_size}"
+        whole.info.description = ", ".join(filter(None, [train.info.description, last]))
+    return whole
+
+
+__all__ = ["MAX_HELD_OUT", "prepare_data"]
