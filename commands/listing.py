@@ -11,7 +11,7 @@ from rich.padding import Padding
 from attnres.utils.declared import backbones
 from attnres.utils.packaged import configuration_names, configurations, recipe_names, recipe_path
 
-from .choices import Debug
+from .choices import Debug, Imports
 from .connections import list_connections
 
 
@@ -53,6 +53,7 @@ def list_names(
     kind: Annotated[
         Listed | None, typer.Argument(metavar="KIND", help="List only names of this kind.  [default: all]")
     ] = None,
+    imports: Imports = None,
     debug: Debug = False,
 ) -> None:
     """List the names that you can give to commands. Recipes, configurations and connections are described.

@@ -6,14 +6,14 @@ imports PyTorch, so neither this file nor the files that it imports import heavy
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from attnres.utils.declared import declared_connections, trainer_fields
+from attnres.utils.declared import declared_connections, import_files, trainer_fields
 from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import TextScalars, UniqueKeys, load_yaml
@@ -56,7 +56,7 @@ RUN_LENGTHS = ("steps", "tokens", "epochs")
 # Keys whose values are names of models, files, folders, columns or splits, which must not be empty.
 _NAMES = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
 # Keys whose values may be paths, in which a leading `~` is the home directory.
-_PATHS = ("model", "train", "out", "tokenizer", "held_out")
+_PATHS = ("model", "train", "out", "import", "tokenizer", "held_out")
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Recipe:
             of half precision in full precision.
         retrofit: Arguments of [`attnres.conversion.retrofit`] for a standard model, such as `{block_size: 4}`
             or `{residual: NAME}`.
+        imports: Python files with residual connections of your own. The key of a recipe's file is `import`.
         tokenizer: A directory or Hub id. By default the model's; a model from scratch needs one.
         held_out: Data sets to measure the loss on. Without it, `held_out_sequences` are taken from the training data.
         held_out_split: The split of `held_out`. By default `split`.
@@ -128,6 +129,7 @@ class Recipe:
     out: str
     config: dict[str, Any] = field(default_factory=dict)
     retrofit: dict[str, Any] | None = None
+    imports: Sequence[str] = field(default=(), metadata={"key": "import"})  # `import` is a word of Python
     tokenizer: str | None = None
     held_out: Sequence[str] = ()
     held_out_split: str | None = None
@@ -166,6 +168,7 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        import_files(self.imports)  # first, so that `retrofit` may name their connections
         self._check_values()
         self._check_mappings()
         self._check_combinations()
@@ -283,7 +286,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: There is no such file or recipe.
         ValueError: A key is unknown, or a value has the wrong type or is not allowed.
     """
-    text, known = _read_text(path), {item.name: item for item in fields(Recipe)}
+    text, known = _read_text(path), {_key(item): item for item in fields(Recipe)}
     texts = {name for name, item in known.items() if item.type in (str, str | None, Sequence[str])}
     content = read_yaml(text, path)
     content = {} if content is None else content
@@ -320,13 +323,20 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     if missing := [name for name in _NEEDED if not content.get(name)]:
         names = " and ".join(f"`{name}`" for name in missing)
         raise ValueError(f"The recipe lacks {names}: give {' '.join(f'{name}=...' for name in missing)}")
-    return Recipe(**content)
+    return Recipe(**{known[name].name: value for name, value in content.items()})
 
 
 def write_recipe(recipe: Recipe) -> str:
     """Return a recipe as YAML, with every key, including keys at their default."""
-    content = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(recipe).items()}
+    values = asdict(recipe)
+    content = {_key(item): values[item.name] for item in fields(Recipe)}
+    content = {key: list(value) if isinstance(value, tuple) else value for key, value in content.items()}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+def _key(item: Field) -> str:
+    """Return the key of a recipe's file for a field of [`Recipe`]."""
+    return item.metadata.get("key", item.name)
 
 
 def _remedy(name: str, known: Collection[str]) -> str:
