@@ -3,6 +3,7 @@
 # make test   the test suite
 # make docs   the documentation, as a site in site/
 # make notebooks   runs the notebooks from top to bottom
+# make tables      writes the table of residual connections into its page, from what their files declare
 # make address     writes the addresses of pyproject.toml into the files that show them
 # Each but the last creates .venv and installs by constraints.txt.
 
@@ -14,7 +15,7 @@ INSTALL = $(PIP) install --no-compile --constraint constraints.txt
 # six seconds. There all files are compiled once, in 40 seconds on two cores. A few are for newer releases of Python.
 COMPILE = $(if $(PYTHONDONTWRITEBYTECODE),.venv/bin/python -m compileall -qq -j 0 .venv/lib || true)
 
-.PHONY: demo check test lint types docs notebooks address serving engines suite versions clean
+.PHONY: demo check test lint types docs notebooks tables address serving engines suite versions clean
 demo: .venv/demo.installed
 	.venv/bin/attnres demo --overwrite
 
@@ -37,6 +38,9 @@ types: .venv/test.installed
 
 notebooks: .venv/test.installed
 	OMP_NUM_THREADS=1 .venv/bin/python notebooks/execute.py
+
+tables:
+	$(PYTHON) docs/tables.py
 
 address:
 	$(PYTHON) docs/address.py

@@ -14,6 +14,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from attnres.checkpoints.source import ModelSource
+from attnres.utils.declared import import_files
 from attnres.utils.files import Written, check_replaceable, check_writable
 from attnres.utils.wording import counted, did_you_mean, printable
 
@@ -24,6 +25,27 @@ MAX_NAMED = 10  # the largest number of tensors that a message names
 Debug = Annotated[
     bool,
     typer.Option("--debug", help="Show the traceback of an error.", callback=show_tracebacks, expose_value=False),
+]
+
+
+def _import_files(paths: list[Path] | None) -> None:
+    """Make the residual connections in files known, before the other options are read."""
+    try:
+        import_files(paths or ())
+    except (FileNotFoundError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+Imports = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--import",
+        metavar="FILE",
+        help="Python file with residual connections of your own; may be repeated.",
+        callback=_import_files,
+        is_eager=True,
+        expose_value=False,
+    ),
 ]
 
 

@@ -1,50 +1,30 @@
 """Describe the residual connections for the command line, without importing PyTorch.
 
-Help texts, options and `attnres list connections` derive from this table. The import of the registry
-`attnres.CONNECTIONS` takes seconds; `tests/commands/test_quick.py` compares the table with it.
+Help texts, options and `attnres list connections` derive from what the classes declare.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
+from attnres.utils.declared import DeclaredConnection, declared_connections, presets
 
-class Connection(NamedTuple):
-    """A residual connection, or a preset of one, as the command line shows it."""
-
-    meaning: str
-    options: tuple[str, ...]  # options of a retrofit
-    state: str  # the state between sublayers, in tensors [tokens, d]
-    step: str  # time of a training step over that of the standard model, as measured in benchmarks/README.md
-    used_by: str  # published models, or recipes of others, whose code was read
-    lower: str = ""  # stored experiments in which its loss ended lower in every seed, of those that have it
-    exact: str = "yes"  # whether a retrofit keeps the function, or in which forms
-
-
-_BLOCKS = ("block_size", "scale", "num_blocks", "full")
-# The first connection is the default.
-CONNECTIONS: dict[str, Connection] = {
-    "attn_res": Connection("attention over depth", _BLOCKS, "blocks + 1", "1.03", "Kimi K3", "7 of 9"),
-    "standard": Connection("the residual stream", (), "1", "1", "most models"),
-    "denseformer": Connection("averages over depth", (), "layers + 1", "1.01", "", "1 of 1"),
-    "muddformer": Connection("averages set by token", (), "layers + 1", "1.05", "modded-nanogpt", "0 of 1"),
-    "dca": Connection("sums by channel and token", (), "k + 2 = 4", "1.10", ""),
-    "residual_scalars": Connection("scaled stream, embedding", (), "2", "1.02", "nanochat", "0 of 1"),
-    "scaled": Connection("scaled outputs or stream", (), "1", "1.01", "ZAYA, Gemma 4", exact="5 of 7"),
-    "laurel": Connection("weights, a low-rank map", (), "1", "1.05", ""),
-    "frac_connections": Connection("one stream in parts", (), "1", "1.05", ""),
-    "highway": Connection("gates of old and new", (), "1", "1.13", "", exact="no"),
-    "hyper_connections": Connection("n streams, mixed", ("streams",), "n", "1.16", ""),
-    "identity_hc": Connection("n streams, not mixed", ("streams",), "n", "1.12", "Hy-V4", "1 of 2"),
-    "mhc": Connection("n streams, Sinkhorn", ("streams",), "n", "1.21", "DeepSeek-V4", "0 of 1"),
-    "mhc_lite": Connection("n streams, permutations", ("streams",), "n", "1.19", ""),
-    "gated_residual": Connection("n streams, gated", ("streams",), "n", "1.38", "Qwen3.8-Flash-Next", "0 of 1"),
-    "post_norm": Connection("a normed stream", (), "1", "0.99", "", exact="no"),
+# What sets a preset apart from its connection; the column "exact" and the options are the connection's.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "multi_head": {"summary": "attn_res, 4 heads (MHAR)", "used_by": "", "measured": {}},
+    "delta": {
+        "summary": "stream, gated attn_res",
+        "used_by": "",
+        "state_size": "blocks + 2",
+        "measured": {"step": "1.04"},
+    },
 }
-# Published variants that are settings of a connection; `attnres.PRESETS` has their fields.
-PRESETS: dict[str, Connection] = {
-    "multi_head": Connection("attn_res, 4 heads (MHAR)", _BLOCKS, "blocks + 1", "", ""),
-    "delta": Connection("stream, gated attn_res", _BLOCKS, "blocks + 2", "1.04", ""),
-}
+
+
+def connections() -> dict[str, DeclaredConnection]:
+    """Return the connections by name, the default first, and last the presets."""
+    declared = declared_connections()
+    own = {name: connection for name, connection in declared.items() if name not in presets()}
+    return own | {name: declared[name]._replace(**_PRESETS[name]) for name in presets()}
 
 
 def flag(option: str) -> str:
@@ -54,15 +34,18 @@ def flag(option: str) -> str:
 
 def owners(option: str) -> str:
     """Return the names of the connections that have an option, as `a, b or c`."""
-    *others, last = (name for name, connection in CONNECTIONS.items() if option in connection.options)
+    named = [
+        n for n, connection in declared_connections().items() if n not in presets() and option in connection.options
+    ]
+    *others, last = named
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def describe_connections() -> str:
     """Return all connections and presets with their meanings and options, for a help text."""
     return "; ".join(
-        f"{name} ({connection.meaning}; {', '.join(map(flag, connection.options)) or 'no options'})"
-        for name, connection in (CONNECTIONS | PRESETS).items()
+        f"{name} ({connection.summary}; {', '.join(map(flag, connection.options)) or 'no options'})"
+        for name, connection in connections().items()
     )
 
 
@@ -72,8 +55,16 @@ TITLES = ("name", "exact", "state", "step", "lower", "used by", "meaning")
 def list_connections() -> list[str]:
     """Return a table as lines: the titles of its columns, and a line for each connection and preset."""
     rows = [
-        (name, c.exact, c.state, c.step or "-", c.lower or "-", c.used_by or "-", c.meaning)
-        for name, c in (CONNECTIONS | PRESETS).items()
+        (
+            name,
+            c.exact,
+            c.state_size,
+            c.measured.get("step", "-"),
+            c.measured.get("lower", "-"),
+            c.used_by or "-",
+            c.summary,
+        )
+        for name, c in connections().items()
     ]
     widths = [max(map(len, column)) for column in zip(TITLES, *rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (TITLES, *rows)]
@@ -107,14 +98,4 @@ def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
     return None
 
 
-__all__ = [
-    "CONNECTIONS",
-    "PRESETS",
-    "TITLES",
-    "Connection",
-    "describe_connections",
-    "flag",
-    "list_connections",
-    "owners",
-    "remark_on_blocks",
-]
+__all__ = ["TITLES", "connections", "describe_connections", "flag", "list_connections", "owners", "remark_on_blocks"]

@@ -8,11 +8,11 @@ import typer
 from rich.console import Console
 from rich.padding import Padding
 
-from attnres.utils.declared import backbones
+from attnres.utils.declared import backbones, presets
 from attnres.utils.packaged import configuration_names, configurations, recipe_names, recipe_path
 
-from .choices import Debug
-from .connections import CONNECTIONS, PRESETS, list_connections
+from .choices import Debug, Imports
+from .connections import list_connections
 
 
 class Listed(StrEnum):
@@ -33,8 +33,8 @@ HEADINGS = {
     Listed.configurations: "Configurations, to train from scratch (attnres train pretrain model=NAME), with their "
     "parameters. Activated: those that a token uses, without the embedding and without lm_head, the output projection",
     Listed.recipes: "Recipes (attnres train NAME)",
-    Listed.connections: "Residual connections (attnres convert --residual NAME): "
-    f"{len(CONNECTIONS)}, and {len(PRESETS)} presets of attn_res",
+    Listed.connections: "Residual connections (attnres convert --residual NAME); "
+    f"{' and '.join(presets())} are presets of attn_res",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
     Listed.backbones: "Backbones of the models that attnres convert takes",
     Listed.implementations: "Implementations of depth attention (from_pretrained(depth_attention_implementation=NAME))",
@@ -54,6 +54,7 @@ def list_names(
     kind: Annotated[
         Listed | None, typer.Argument(metavar="KIND", help="List only names of this kind.  [default: all]")
     ] = None,
+    imports: Imports = None,
     debug: Debug = False,
 ) -> None:
     """List the names that you can give to commands. Recipes, configurations and connections are described.

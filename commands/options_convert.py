@@ -14,13 +14,19 @@ from attnres.utils.files import check_space
 from attnres.utils.model_files import WRITTEN_MODEL, weight_bytes
 from attnres.utils.wording import did_you_mean
 
-from .choices import Debug, check_apart, check_out, given_options
-from .connections import CONNECTIONS, PRESETS, describe_connections, flag, owners
+from .choices import Debug, Imports, check_apart, check_out, given_options
+from .connections import connections, describe_connections, flag, owners
 from .guard import loading
 
-# pyrefly: ignore[invalid-argument]  # a checker asks for literal names, and these come from the table
-Residual = StrEnum("Residual", [(name, name) for name in (*CONNECTIONS, *PRESETS)])
-DEFAULT_RESIDUAL = next(iter(Residual))
+DEFAULT_RESIDUAL = next(iter(connections()))
+
+
+def _check_residual(name: str) -> str:
+    """Return the name of a connection or preset; raise `typer.BadParameter` for another name."""
+    known = connections()  # with those that `--import` has added
+    if name not in known:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, known))}.")
+    return name
 
 
 class Scale(StrEnum):
@@ -47,8 +53,12 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or Hub id of the model.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     residual: Annotated[
-        Residual,
-        typer.Option(metavar="NAME", help=f"Residual connection to put in: {describe_connections()}."),
+        str,
+        typer.Option(
+            metavar="NAME",
+            callback=_check_residual,
+            help=f"Residual connection to put in: {describe_connections()}.",
+        ),
     ] = DEFAULT_RESIDUAL,
     block_size: Annotated[
         int | None, typer.Option(min=1, help=help_of("block_size", "block size S in sublayers."))
@@ -96,6 +106,7 @@ def convert(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Copy code that came with SRC, such as its tokenizer's.")
     ] = False,
+    imports: Imports = None,
     debug: Debug = False,
 ) -> None:
     """Retrofit a pretrained decoder exactly, or undo a retrofit. Make a released Kimi K3 load by the Auto classes.
@@ -140,7 +151,7 @@ def convert(
     elif to is not None:
         plan = plan_standard
     else:
-        plan = partial(plan_retrofit, residual=residual.value, **options, **fields)
+        plan = partial(plan_retrofit, residual=residual, **options, **fields)
     run_convert(
         source,
         target,
@@ -210,7 +221,7 @@ def refuse_options(
     if len(conversions) + bool(flags) > 1:
         raise typer.BadParameter(f"{' and '.join([*conversions, *flags])} exclude each other.")
     for option in options:
-        if option not in (CONNECTIONS | PRESETS)[residual].options:
+        if option not in connections()[residual].options:
             raise typer.BadParameter(f"{flag(option)} belongs to --residual {owners(option)}, not to {residual}.")
     sizes = [flag(option) for option in ("block_size", "num_blocks", "full") if option in options]
     if len(sizes) > 1:

@@ -8,7 +8,7 @@ import typer
 
 from attnres.utils.wording import install_command
 
-from .choices import Debug
+from .choices import Debug, Imports
 from .guard import loading
 
 
@@ -62,6 +62,7 @@ def evaluate(
             expose_value=False,
         ),
     ] = False,
+    imports: Imports = None,
     debug: Debug = False,
 ) -> None:
     """Evaluate on the paper's 15 benchmarks.

@@ -9,7 +9,7 @@ import typer
 from attnres.checkpoints.source import ModelSource
 from attnres.utils.files import Written
 
-from .choices import Debug, check_out, check_revision, given_options
+from .choices import Debug, Imports, check_out, check_revision, given_options
 from .connections import flag
 from .guard import loading
 
@@ -69,6 +69,7 @@ def inspect(
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier report in --out.")] = False,
+    imports: Imports = None,
     debug: Debug = False,
 ) -> None:
     """Show how a model uses its depth: what each sublayer reads, and how much the loss depends on it.

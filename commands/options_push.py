@@ -7,7 +7,7 @@ import typer
 
 from attnres.utils.hub import check_repo
 
-from .choices import Debug
+from .choices import Debug, Imports
 from .guard import loading
 
 
@@ -56,6 +56,7 @@ def push(
     hashes: Annotated[
         bool, typer.Option("--hashes", help="List the SHA-256 of each file of code in the card.")
     ] = False,
+    imports: Imports = None,
     debug: Debug = False,
 ) -> None:
     """Publish a model on the Hub, with a card that says how it was made and how to use it.

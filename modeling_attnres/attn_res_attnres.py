@@ -137,32 +137,6 @@ class AttnRes(ResidualConnection):
         return f"{'Full AttnRes' if size == 1 else blocks} ({total}), scale {config.attn_res_scale}"
 
     @classmethod
-    def plan_retrofit(
-        cls, config: PreTrainedConfig, num_blocks: int | None = None, full: bool = False, **options: Any
-    ) -> None:
-        """Set the fields for a retrofit; by default about 8 blocks (AttnRes, section 3).
-
-        Args:
-            config: the configuration to change.
-            num_blocks: number of blocks; the block size is rounded up to hold all sublayers.
-            full: whether each sublayer is a separate block.
-            options: other options of the connection, such as `block_size`.
-
-        Raises:
-            ValueError: more than one of `block_size`, `num_blocks` and `full` is given; a value is not allowed.
-        """
-        block_size = options.get("block_size", options.get("attn_res_block_size"))
-        values = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
-        given = [name for name, value in values.items() if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"give one of block_size, num_blocks and full, not {' and '.join(given)}.")
-        if num_blocks is not None and not is_count(num_blocks):
-            raise ValueError(f"`num_blocks` is {num_blocks!r}, but must be an integer >= 1.")
-        units = config.num_sublayers / block_unit(config)
-        config.attn_res_block_size = 1 if full else math.ceil(units / (num_blocks or 8))
-        super().plan_retrofit(config, **options)
-
-    @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
         """Return a reason if a query is not zero or the scale is "mean"; see the base class."""
         for name, tensor in tensors.items():

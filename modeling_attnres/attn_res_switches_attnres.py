@@ -1,7 +1,8 @@
-"""Attention residuals with switches: the ablations of the paper's Table 4 and later variants, in plain PyTorch.
+"""Attention residuals (arXiv 2603.15031): each sublayer attends over earlier outputs. With all switches.
 
-[`AttnResFields`] documents the switches. [`SwitchedAttnRes`] is the class that is registered as `"attn_res"`; where no
-switch is set, its `form` is the plain [`AttnRes`], which has the fast implementations.
+The switches are the ablations of the paper's Table 4 and later variants; [`AttnResFields`] documents them.
+[`SwitchedAttnRes`] is the class that is registered as `"attn_res"`; where no switch is set, its `form` is the plain
+[`AttnRes`], which has the fast implementations and is saved without this file.
 """
 
 import math
@@ -15,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .attn_res_attnres import SWITCHES, AttnRes
+from .attn_res_attnres import SWITCHES, AttnRes, block_unit
 from .functional_attnres import attend, dtypes_of, inverse_rms
 from .residual_attnres import DepthState, is_count, is_number, one_of, require
 
@@ -67,6 +68,11 @@ class SwitchedAttnRes(AttnRes):
     """
 
     name = "attn_res"  # it is registered in place of its base
+    summary = "attention over depth"
+    reference = "arXiv 2603.15031"
+    used_by = "Kimi K3"
+    state_size = "blocks + 1"
+    measured = {"step": "1.03", "lower": "7 of 9"}
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
@@ -122,12 +128,28 @@ class SwitchedAttnRes(AttnRes):
     def plan_retrofit(
         cls, config: PreTrainedConfig, num_blocks: int | None = None, full: bool = False, **options: Any
     ) -> None:
-        """Set the fields as [`AttnRes.plan_retrofit`] does, with the same arguments.
+        """Set the fields for a retrofit; by default about 8 blocks (AttnRes, section 3).
+
+        Args:
+            config: the configuration to change.
+            num_blocks: number of blocks; the block size is rounded up to hold all sublayers.
+            full: whether each sublayer is a separate block.
+            options: other options of the connection, such as `block_size`.
 
         Raises:
-            ValueError: as there; or with a switch that is set, the model never starts as the residual stream.
+            ValueError: more than one of `block_size`, `num_blocks` and `full` is given; a value is not allowed; or with
+                a switch that is set, the model never starts as the residual stream.
         """
-        super().plan_retrofit(config, num_blocks, full, **options)
+        block_size = options.get("block_size", options.get("attn_res_block_size"))
+        values = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
+        given = [name for name, value in values.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of block_size, num_blocks and full, not {' and '.join(given)}.")
+        if num_blocks is not None and not is_count(num_blocks):
+            raise ValueError(f"`num_blocks` is {num_blocks!r}, but must be an integer >= 1.")
+        units = config.num_sublayers / block_unit(config)
+        config.attn_res_block_size = 1 if full else math.ceil(units / (num_blocks or 8))
+        super().plan_retrofit(config, **options)
         if reason := _never_standard(config):
             raise ValueError(f"no model can be retrofitted so: {reason}. With `attn_res_gated` any can.")
 

@@ -9,13 +9,14 @@ from importlib import import_module
 from attnres.attention_change_attnres import AttentionChange
 from attnres.attention_gate_attnres import AttentionGate
 from attnres.residual_attnres import ResidualConnection
-from attnres.utils.declared import declared_connections
+from attnres.utils.declared import declared_connections, presets
 from attnres.value_residual_attnres import ValueResiduals
 
-# The first is the default. A preset names a class that is there already.
+# The first is the default. `family` adds those of other packages and files.
 CONNECTIONS: dict[str, type[ResidualConnection]] = {
-    connection.name: connection
-    for connection in (getattr(import_module(d.module), d.class_name) for d in declared_connections().values())
+    name: getattr(import_module(declared.module), declared.class_name)
+    for name, declared in declared_connections().items()
+    if declared.module.rpartition(".")[0] == __package__ and name not in presets()
 }
 # In this order they are made in a layer.
 ATTENTION_CHANGES: tuple[type[AttentionChange], ...] = AttentionGate, ValueResiduals

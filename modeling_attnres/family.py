@@ -5,6 +5,7 @@ This file is only installed: it does not travel with weights.
 
 import importlib
 import sys
+import warnings
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -42,7 +43,7 @@ from .modeling_attnres import (
 from .pretrained_attnres import ResidualPreTrainedModel
 from .residual_attnres import ResidualConnection, residual_tensors
 from .travelling import write_used_code
-from .utils.declared import register_connection
+from .utils.declared import ENTRY_POINTS, IMPORTED, entry_point_modules, load_imported_files, register_connection
 from .utils.wording import did_you_mean
 from .value_residual_attnres import value_residual_tensors
 
@@ -102,8 +103,8 @@ class _PeftImport(MetaPathFinder):
 def register_residual_connection(connection: type[ResidualConnection]) -> type[ResidualConnection]:
     """Add another residual connection to the family: its `name` becomes a value of `residual_connection`.
 
-    It also works as a decorator of the class. The class does not travel with weights: a checkpoint that uses it loads
-    only where it is registered.
+    It also works as a decorator of the class. The class of a file that [`import_files`] loads, or that an entry point
+    names, is registered without it.
 
     Args:
         connection: a class with `name`, `mix` and `write`; everything else is optional.
@@ -135,7 +136,7 @@ def register_residual_connection(connection: type[ResidualConnection]) -> type[R
     CONNECTIONS[name] = connection
     for field, default in connection.fields.items():
         setattr(ResidualConfig, field, default)
-    register_connection(name, connection.retrofit_options(), connection.fields)  # so that recipes take it
+    register_connection(connection)  # so that recipes take it
     return connection
 
 
@@ -226,6 +227,26 @@ def _remedy(name: str) -> str:
     return did_you_mean(name, [*__all__, *on_backbones], otherwise_all=False)
 
 
+def _load_connections(name: str, path: Path | None = None) -> None:
+    """Import a module, and register the residual connections that it declares.
+
+    Args:
+        name: the module's import name.
+        path: its file, if it was given by path and not by an installed package.
+    """
+    if path is None:
+        module = importlib.import_module(name)
+    else:
+        package = sys.modules.setdefault(IMPORTED, ModuleType(IMPORTED))
+        # By its search path, files import others beside them (`from .helpers import ...`).
+        package.__path__ = [*dict.fromkeys([*getattr(package, "__path__", ()), str(path.parent)])]
+        module = importlib.import_module(name)
+    for value in [*vars(module).values()]:
+        is_connection = isinstance(value, type) and issubclass(value, ResidualConnection)
+        if is_connection and value.__module__ == name and "name" in vars(value):
+            register_residual_connection(value)
+
+
 def _add_to_transformers(new_class: type) -> None:
     """Make a class an attribute of `transformers`, where tools look up the `architectures` of a configuration."""
     # `processing_utils` replaces the module `transformers` in `sys.modules`: earlier importers hold another object.
@@ -238,6 +259,14 @@ for _config, _base in ((AttnResConfig, AttnResPreTrainedModel), (AttnResKimiK3Co
         _add_to_transformers(_class)
 # The classes on a backbone are made with its first configuration, before a tool can read its `architectures`.
 backbones_attnres.on_new_class.append(_add_to_transformers)
+
+
+for _module in entry_point_modules():
+    try:
+        _load_connections(_module)
+    except Exception as _error:  # another package's mistake must not keep this one from being imported
+        warnings.warn(f"the entry point {_module} of {ENTRY_POINTS!r} was not loaded: {_error}", stacklevel=2)
+load_imported_files(_load_connections)
 
 
 __all__ = [

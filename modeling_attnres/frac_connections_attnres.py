@@ -41,6 +41,9 @@ class FracConnections(ResidualConnection):
     """
 
     name = "frac_connections"
+    summary = "one stream in parts"
+    reference = "arXiv 2503.14125"
+    measured = {"step": "1.05"}
     fields = field_defaults(FracConnectionsFields)
     retrofit = {}
     float32 = True

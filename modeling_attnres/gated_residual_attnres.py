@@ -48,6 +48,10 @@ class GatedResidual(ResidualStreams):
     """
 
     name = "gated_residual"
+    summary = "n streams, gated"
+    reference = "arXiv 2608.30320"
+    used_by = "Qwen3.8-Flash-Next"
+    measured = {"step": "1.38", "lower": "0 of 1"}
     title = "Gated Residual"
     fields = field_defaults(GatedResidualFields)
     retrofit = {"residual_streams_start": "apart"}

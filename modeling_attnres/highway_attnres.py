@@ -29,6 +29,9 @@ class Highway(ResidualConnection):
     """
 
     name = "highway"
+    summary = "gates of old and new"
+    reference = "arXiv 1505.00387"
+    measured = {"step": "1.13"}
     fields = field_defaults(HighwayFields)
     start_fields = ("highway_bias",)
     float32 = True  # beside the -1 of a bias's start, bfloat16 would lose the steps of training

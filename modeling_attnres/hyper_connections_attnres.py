@@ -37,6 +37,9 @@ class HyperConnections(ResidualStreams):
     """
 
     name = "hyper_connections"
+    summary = "n streams, mixed"
+    reference = "arXiv 2409.19606"
+    measured = {"step": "1.16"}
     title = "Hyper-Connections"
     # Rounding `static` and `scale` to bfloat16 moved the logits of a trained model by 0.7% of their spread, rounding
     # the weights of the backbone by 0.4%, and rounding the tensors of another connection by less than 0.2%.

@@ -14,6 +14,9 @@ class IdentityHyperConnections(ProjectedStreams):
     """Hyper-Connections with `H_res = I`. Its tensors are those of [`ProjectedStreams`] without `F_3`."""
 
     name = "identity_hc"
+    summary = "n streams, not mixed"
+    used_by = "Hy-V4"
+    measured = {"step": "1.12", "lower": "1 of 2"}
     title = "Identity Hyper-Connections"
 
 

@@ -40,6 +40,9 @@ class LAuReL(ResidualConnection):
     """
 
     name = "laurel"
+    summary = "weights, a low-rank map"
+    reference = "arXiv 2411.07501"
+    measured = {"step": "1.05"}
     fields = field_defaults(LAuReLFields)
     retrofit = {}
 

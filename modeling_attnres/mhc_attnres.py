@@ -30,6 +30,10 @@ class MHC(ProjectedStreams):
     """mHC. Its tensors are those of [`ProjectedStreams`]; `F_3` has n^2 rows, `H_res` row by row."""
 
     name = "mhc"
+    summary = "n streams, Sinkhorn"
+    reference = "arXiv 2512.24880"
+    used_by = "DeepSeek-V4"
+    measured = {"step": "1.21", "lower": "0 of 1"}
     title = "mHC"
     fields = field_defaults(MHCFields)
 

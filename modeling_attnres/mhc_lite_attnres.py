@@ -28,6 +28,9 @@ class MHCLite(ProjectedStreams):
     """
 
     name = "mhc_lite"
+    summary = "n streams, permutations"
+    reference = "arXiv 2601.05732"
+    measured = {"step": "1.19"}
     title = "mHC-lite"
 
     @classmethod

@@ -16,8 +16,6 @@ models), sources are normed, and their sum is added through a norm with a small 
 This too is exactly the standard model at its start.
 """
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,6 +51,10 @@ class MUDDFormer(DenseFormer):
     """
 
     name = "muddformer"
+    summary = "averages set by token"
+    reference = "arXiv 2502.12170"
+    used_by = "modded-nanogpt"
+    measured = {"step": "1.05", "lower": "0 of 1"}
     fields = field_defaults(MUDDFormerFields)
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
@@ -84,20 +86,6 @@ class MUDDFormer(DenseFormer):
         way = "one way" if config.muddformer_way == "all" else "its residual way"
         norm = " with norms before and after" if config.muddformer_post_norm else ""
         return f"MUDDFormer, {way}{norm} ({config.num_sublayers} sublayers)"
-
-    @classmethod
-    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
-        """Return a reason if a weight has left its start; see the base class."""
-        for name, tensor in tensors.items():
-            if name.endswith(".up") and tensor.count_nonzero():
-                return f"`{name}` is not zero: its weights depend on the tokens"
-        weights = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}
-        if not config.muddformer_post_norm:
-            return super().differs_from_standard(config, weights)
-        for name, weight in weights.items():
-            if weight.count_nonzero():
-                return f"`{name}` is trained: it averages earlier layers"
-        return None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from .residual_attnres import residual_tensors
+from .residual_attnres import ResidualConnection, residual_tensors
 
 
 def parameters_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -41,4 +41,15 @@ def parameters_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     return kinds
 
 
-__all__ = ["parameters_by_kind"]
+def residual_rate_factors(model: nn.Module) -> dict[nn.Parameter, float]:
+    """Return factors of the learning rate for the tensors that need another rate (`rate_factors`)."""
+    return {
+        parameter: module.rate_factors[name]
+        for module in model.modules()
+        if isinstance(module, ResidualConnection)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in module.rate_factors
+    }
+
+
+__all__ = ["parameters_by_kind", "residual_rate_factors"]

@@ -13,7 +13,6 @@ a narrow model. With `residual_streams_start="apart"`, F_2 is drawn so that the 
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -58,16 +57,6 @@ class ProjectedStreams(ResidualStreams):
     def mixing(self, logits: Tensor) -> Tensor:
         """Compute `H_res - I` `[..., n, n]` from logits `[..., m]`."""
         raise NotImplementedError
-
-    @classmethod
-    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
-        """Return a reason if a scale or a bias is not zero; see the base class."""
-        for name, tensor in tensors.items():
-            if name.endswith(".scale") and tensor.count_nonzero():
-                return f"`{name}` is not zero: its coefficients depend on the tokens"
-            if name.endswith(".bias") and tensor.count_nonzero():
-                return f"`{name}` is trained: its streams have other weights"
-        return None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -58,6 +58,10 @@ class Scaled(ResidualConnection):
     """
 
     name = "scaled"
+    summary = "scaled outputs or stream"
+    used_by = "ZAYA, Gemma 4"
+    exact = "5 of 7"
+    measured = {"step": "1.01"}
     fields = field_defaults(ScaledFields)
     start_fields = ("scaled_start",)
     retrofit = {"scaled_start": 1.0}

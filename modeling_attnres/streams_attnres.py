@@ -46,6 +46,7 @@ class ResidualStreams(ResidualConnection):
     fields = field_defaults(StreamFields)
     options = {"streams": "residual_streams"}
     retrofit = {}
+    state_size = "n"
     title: ClassVar[str]  # name in descriptions
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):

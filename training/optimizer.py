@@ -15,8 +15,7 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zero
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
-from attnres.parameter_kinds import parameters_by_kind
-from attnres.residual_attnres import residual_rate_factors
+from attnres.parameter_kinds import parameters_by_kind, residual_rate_factors
 
 from .recipe import OPTIMIZERS, SCHEDULES
 

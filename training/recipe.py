@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StrictB
 from pydantic.dataclasses import dataclass
 
 from attnres.checkpoints.source import ModelSource
-from attnres.utils.declared import declared_connections
+from attnres.utils.declared import declared_connections, import_files
 from attnres.utils.packaged import recipe_names, recipe_path
 from attnres.utils.wording import did_you_mean
 from attnres.utils.yaml_files import TextScalars, UniqueKeys, parse_yaml
@@ -50,9 +50,10 @@ _OTHER_NAMES = {"lr": "`learning_rate`", "dataset": "`train`", "output": "`out`"
 _NEEDED = ("model", "train", "out")
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")  # of `config.dtype`
 RUN_LENGTHS = ("steps", "tokens", "epochs")
+_FIELDS = {"import": "imports"}  # key -> field of [`Recipe`], where the key is a word of Python
 # Keys whose values are names of models, files, folders, columns or splits. They are taken as they are written: `007` is
 # no number, and `on` is not true.
-_AS_WRITTEN = ("model", "train", "out", "tokenizer", "held_out", "held_out_split", "column", "split")
+_AS_WRITTEN = ("model", "train", "out", "import", "tokenizer", "held_out", "held_out_split", "column", "split")
 
 
 def _check_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -63,6 +64,12 @@ def _check_config(config: dict[str, Any]) -> dict[str, Any]:
             f"`config.dtype` of the recipe is {dtype!r}, but must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}."
         )
     return config
+
+
+def _import_files(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the paths, after the connections in these files have been declared."""
+    import_files(paths)
+    return paths
 
 
 def _check_retrofit(options: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +114,7 @@ class Recipe:
             of half precision in full precision.
         retrofit: Arguments of [`attnres.conversion.retrofit`] for a standard model, such as `{block_size: 4}`
             or `{residual: NAME}`.
+        imports: Python files with residual connections of your own. The key of a recipe's file is `import`.
         tokenizer: A directory or Hub id. By default the model's; a model from scratch needs one.
         held_out: Data sets to measure the loss on. Without it, `held_out_sequences` are taken from the training data.
         held_out_split: The split of `held_out`. By default `split`.
@@ -162,6 +170,7 @@ class Recipe:
     train: Annotated[Places, Field(min_length=1)]
     out: Place
     config: Annotated[dict[str, Any], AfterValidator(_check_config)] = field(default_factory=dict)
+    imports: Annotated[Places, AfterValidator(_import_files)] = ()  # read first: `retrofit` may name their connections
     retrofit: Annotated[dict[str, Any], AfterValidator(_check_retrofit)] | None = None
     tokenizer: Place | None = None
     held_out: Places = ()
@@ -327,7 +336,8 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: There is no such file or recipe.
         ValueError: A key is unknown, or a value has the wrong type or is not allowed.
     """
-    text, known = _read_text(path), [item.name for item in fields(Recipe)]
+    keys = {name: key for key, name in _FIELDS.items()}
+    text, known = _read_text(path), [keys.get(item.name, item.name) for item in fields(Recipe)]
     content = _read_keys(text, path)
     changed = {}
     for number, change in enumerate(changes):
@@ -354,7 +364,8 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         raise ValueError(f"A recipe has no `{unknown[0]}`.{_remedy(str(unknown[0]), known)}")
     with explained("the recipe"):
         # A needed key without a value counts as missing.
-        return Recipe(**{name: value for name, value in content.items() if value or name not in _NEEDED})
+        given = {name: value for name, value in content.items() if value or name not in _NEEDED}
+        return Recipe(**{_FIELDS.get(name, name): value for name, value in given.items()})
 
 
 def _read_keys(text: str, path: str | Path) -> dict[Any, Any]:
@@ -369,7 +380,8 @@ def _read_keys(text: str, path: str | Path) -> dict[Any, Any]:
 
 def write_recipe(recipe: Recipe) -> str:
     """Return a recipe as YAML, with every key, including keys at their default."""
-    values = {item.name: getattr(recipe, item.name) for item in fields(Recipe)}
+    keys = {name: key for key, name in _FIELDS.items()}
+    values = {keys.get(item.name, item.name): getattr(recipe, item.name) for item in fields(Recipe)}
     content = {name: value.given() if isinstance(value, Settings) else value for name, value in values.items()}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 

@@ -1,17 +1,22 @@
 """Read from source text what classes declare: names, fields and options, without importing the classes.
 
 The files that declare them import PyTorch, which takes seconds. The command line and recipes refuse a misspelt name
-before that.
+before that. Residual connections are found in three places: the files of this package, modules that installed packages
+name by entry points of the group `attnres.connections`, and files that [`import_files`] was given.
 """
 
 import ast
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ENTRY_POINTS = "attnres.connections"
+# The package, which has no folder, of the modules that are made of imported files.
+IMPORTED = "attnres_imports"
 _DECLARES = re.compile(r"field_defaults|ResidualConnection|^    name = ", re.MULTILINE)
 _DEFAULTS = "field_defaults"  # the function of the model files that makes fields of an annotated class
 
@@ -20,36 +25,106 @@ class DeclaredConnection(NamedTuple):
     """What a residual connection, or a preset of one, declares.
 
     Attributes:
-        module: The import name of the file that declares it.
+        module: The import name of its file.
         class_name: The name of its class.
         options: The options of a retrofit, such as `block_size`.
         fields: The configuration fields that a retrofit can set: of the connection, and of gates and value residuals.
+        summary: What it is, in a few words.
+        reference: Where it was published.
+        used_by: Published models, or recipes of others.
+        state_size: The state between sublayers, in tensors `[tokens, hidden]`.
+        exact: The forms in which a retrofit keeps the function: "yes" for all, "no" for none.
+        measured: What benchmarks and experiments measured: "step" and "lower".
     """
 
     module: str
     class_name: str
     options: tuple[str, ...]
     fields: tuple[str, ...]
+    summary: str
+    reference: str
+    used_by: str
+    state_size: str
+    exact: str
+    measured: dict[str, str]
 
 
 _registered: dict[str, DeclaredConnection] = {}
+_files: dict[str, Path] = {}  # import names of the files that were given to `import_files`
+_loaders: list[Callable[[str, Path], None]] = []
 
 
-def register_connection(name: str, options: Collection[str], fields: Collection[str]) -> None:
-    """Add a residual connection that is registered at run time.
+def import_files(paths: Iterable[str | Path]) -> None:
+    """Make the residual connections in Python files known.
+
+    Their names and fields are read at once. The classes are loaded when `attnres` registers its model family, or now if
+    it has done so.
 
     Args:
-        name: The name of the connection.
-        options: As in [`DeclaredConnection`].
-        fields: Its own configuration fields.
+        paths: The files. A file that was imported before is left out.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A file is no Python or declares no connection; or another file of this name was imported.
     """
-    shared = _read_connections()[1]
-    _registered[name] = DeclaredConnection("", "", tuple(options), (*fields, *shared))
+    for path in paths:
+        path = Path(path).expanduser().resolve()
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path} to import.")
+        module = f"{IMPORTED}.{path.stem}"
+        if module in _files and _files[module] != path:
+            raise ValueError(f"{path} has the name of {_files[module]}, which was imported. Rename one of them.")
+        if module in _files:
+            continue
+        _files[module] = path
+        try:
+            if not any(declared.module == module for declared in declared_connections().values()):
+                raise ValueError(f"{path} declares no class that derives from ResidualConnection and has a `name`.")
+        except (SyntaxError, ValueError) as error:
+            del _files[module]
+            raise ValueError(f"{path} is no Python: {error}") if isinstance(error, SyntaxError) else error from None
+        for load in _loaders:
+            load(module, path)
+
+
+def load_imported_files(load: Callable[[str, Path], None]) -> None:
+    """Call a function with the import name and the path of every imported file, also of those imported later."""
+    _loaders.append(load)
+    for module, path in [*_files.items()]:
+        load(module, path)
+
+
+def entry_point_modules() -> list[str]:
+    """Return the modules of installed packages that declare connections, by their entry points."""
+    return sorted({entry.module for entry in entry_points(group=ENTRY_POINTS)})
+
+
+def register_connection(connection: Any) -> None:
+    """Add the class of a residual connection that is registered at run time."""
+    fields = (*connection.fields, *_read(_sources())[1])
+    exact = connection.exact or ("no" if connection.retrofit is None else "yes")
+    of_class = vars(connection)
+    _registered[connection.name] = DeclaredConnection(
+        connection.__module__,
+        connection.__qualname__,
+        tuple(connection.retrofit_options()),
+        fields,
+        *(of_class.get(name, "") for name in ("summary", "reference", "used_by")),
+        connection.state_size,
+        exact,
+        of_class.get("measured", {}),
+    )
 
 
 def declared_connections() -> dict[str, DeclaredConnection]:
     """Return what every residual connection and every preset declares, by its name. The first is the default."""
-    return _read_connections()[0] | _registered
+    return _read(_sources())[0] | _registered
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Return the fields of each preset of a connection."""
+    return ast.literal_eval(_assigned(_parse(_folder("attnres") / "family.py"), "PRESETS"))
 
 
 @cache
@@ -59,18 +134,31 @@ def backbones() -> tuple[str, ...]:
     return tuple(key.value for key in table.keys)
 
 
+def _sources() -> tuple[tuple[str, Path], ...]:
+    """Return import name and path of every file that may declare a connection."""
+    return (*_own_files(), *_files.items())
+
+
 @cache
-def _read_connections() -> tuple[dict[str, DeclaredConnection], tuple[str, ...]]:
+def _own_files() -> tuple[tuple[str, Path], ...]:
+    """Return import name and path of this package's files, and of those that entry points name."""
+    own = ((f"attnres.{path.stem}", path) for path in sorted(_folder("attnres").glob("*_attnres.py")))
+    specs = ((module, find_spec(module)) for module in entry_point_modules())
+    return (*own, *((module, Path(spec.origin)) for module, spec in specs if spec is not None and spec.origin))
+
+
+@cache
+def _read(sources: tuple[tuple[str, Path], ...]) -> tuple[dict[str, DeclaredConnection], tuple[str, ...]]:
     """Return the connections and presets by name, and the fields that each of them can set beside its own."""
     classes: dict[str, ast.ClassDef] = {}
     modules: dict[str, str] = {}
     shared: list[str] = []
-    for path in sorted(_folder("attnres").glob("*_attnres.py")):
+    for module, path in sources:
         text = path.read_text(encoding="utf-8")
         if _DECLARES.search(text):  # the other files are long, and parsing them takes time
             tree = ast.parse(text)
             classes |= _classes(tree)
-            modules |= dict.fromkeys(_classes(tree), f"attnres.{path.stem}")
+            modules |= dict.fromkeys(_classes(tree), module)
             values = (node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign))
             shared += filter(None, map(_declaration, values))
 
@@ -79,31 +167,35 @@ def _read_connections() -> tuple[dict[str, DeclaredConnection], tuple[str, ...]]
         if name in classes:
             yield classes[name]
             for base in classes[name].bases:
-                yield from lineage(ast.unparse(base))
+                yield from lineage(ast.unparse(base).rpartition(".")[2])
 
-    def fields_of(declaration: str) -> list[str]:
-        return [name for base in reversed([*lineage(declaration)]) for name, _ in _annotations(base)]
+    def annotated(declaration: str | None) -> list[str]:
+        """Return the fields that a class and its bases annotate."""
+        return [name for base in reversed([*lineage(declaration or "")]) for name, _ in _annotations(base)]
 
-    own = {}  # connection -> its options and its own fields
-    for name in classes:
-        title = _assigned(classes[name], "name")
-        bases = [*lineage(name)]
-        if not isinstance(title, ast.Constant) or "ResidualConnection" not in (base.name for base in bases):
+    added = tuple(field for declaration in shared for field in annotated(declaration))
+    declared: dict[str, DeclaredConnection] = {}
+    for title, node in classes.items():
+        name, bases = _literal([node], "name"), [*lineage(title)]
+        if not isinstance(name, str) or "ResidualConnection" not in (base.name for base in bases):
             continue
-        options = next(filter(None, (_assigned(base, "options") for base in bases)))
-        plan = next(node for base in bases for node in base.body if getattr(node, "name", "") == "plan_retrofit")
-        fields = next(filter(None, (_assigned(base, "fields") for base in bases)))
+        plan = next(item for base in bases for item in base.body if getattr(item, "name", "") == "plan_retrofit")
         arguments = plan.args.args[len(plan.args.args) - len(plan.args.defaults) :]
-        names = [*(key.value for key in options.keys), *(argument.arg for argument in arguments)]
+        fields = next(filter(None, (_assigned(base, "fields") for base in bases)))
+        names = [key.value for key in fields.keys] if isinstance(fields, ast.Dict) else annotated(_declaration(fields))
         # A later class takes the place of its base of the same name.
-        own[title.value] = modules[name], name, names, fields_of(_declaration(fields) or "")
-    presets = ast.literal_eval(_assigned(_parse(_folder("attnres") / "family.py"), "PRESETS"))
-    own |= {name: own[preset["residual_connection"]] for name, preset in presets.items()}
-    added = tuple(field for declaration in shared for field in fields_of(declaration))
-    declared = {
-        name: DeclaredConnection(module, title, (*options,), (*fields, *added))
-        for name, (module, title, options, fields) in own.items()
-    }
+        declared[name] = DeclaredConnection(
+            modules[title],
+            title,
+            (*_literal(bases, "options"), *(argument.arg for argument in arguments)),
+            (*names, *added),
+            *(_literal([node], key) or "" for key in ("summary", "reference", "used_by")),
+            _literal(bases, "state_size"),
+            _literal(bases, "exact") or ("no" if _literal(bases, "retrofit") is None else "yes"),
+            _literal([node], "measured") or {},
+        )
+    for name, preset in presets().items():
+        declared[name] = declared[preset["residual_connection"]]
     return declared, added
 
 
@@ -136,10 +228,28 @@ def _assigned(node: ast.Module | ast.ClassDef, name: str) -> Any:
     return None
 
 
+def _literal(bases: Iterable[ast.ClassDef], name: str) -> Any:
+    """Return the value that the first of some classes assigns to a name; `None` if it is not written out."""
+    value = next(filter(None, (_assigned(base, name) for base in bases)), None)
+    try:
+        return None if value is None else ast.literal_eval(value)
+    except ValueError:
+        return None
+
+
 def _declaration(value: ast.expr | None) -> str | None:
     """Return the name of the class in an expression `field_defaults(CLASS)`; `None` for another expression."""
     is_call = isinstance(value, ast.Call) and ast.unparse(value.func) == _DEFAULTS
     return ast.unparse(value.args[0]) if is_call else None
 
 
-__all__ = ["DeclaredConnection", "backbones", "declared_connections", "register_connection"]
+__all__ = [
+    "DeclaredConnection",
+    "backbones",
+    "declared_connections",
+    "entry_point_modules",
+    "import_files",
+    "load_imported_files",
+    "presets",
+    "register_connection",
+]

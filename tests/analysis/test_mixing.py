@@ -19,30 +19,20 @@ from attnres.analysis import (
 from ..modeling_attnres.connections import BACKBONES, FORMS, build, difference
 
 SUBLAYERS = 10
-# Connection -> its fields, and the semiseparable rank of each token's matrix; `None` if any rank is right.
-RANKS = {
-    "standard": ({}, 1),
-    "post_norm": ({}, 1),
-    "highway": ({}, 1),
-    "denseformer": ({}, None),
-    "muddformer": ({}, None),
-    "dca": ({}, None),
-    "residual_scalars": ({}, 2),
+# Connection -> fields with which its rank is known, and the semiseparable rank of each token's matrix.
+KNOWN = {
     "laurel": ({"laurel_form": "rw"}, 1),
-    "gated_residual": ({"residual_streams": 3}, 3),
     "scaled": ({"scaled_form": "shifted"}, 1),
-    "hyper_connections": ({"residual_streams": 3}, 3),
-    "identity_hc": ({"residual_streams": 3}, 3),
-    "mhc": ({"residual_streams": 3}, 3),
-    "mhc_lite": ({"residual_streams": 3}, 3),
+    "residual_scalars": ({}, 2),
     "attn_res": ({"attn_res_block_size": 3}, 4),
-    **dict.fromkeys(FORMS, ({}, None)),
 }
-
-
-def test_every_connection_has_an_expected_rank():
-    with_a_matrix = {name for name, connection in attnres.CONNECTIONS.items() if not connection.mixes_channels}
-    assert RANKS.keys() - FORMS == with_a_matrix
+# The rank of a connection with n streams is n, and of one with a single stream 1; any other rank may be right.
+STATES = {"1": ({}, 1), "n": ({"residual_streams": 3}, 3)}
+RANKS = {
+    name: KNOWN.get(name) or STATES.get(connection.state_size, ({}, None))
+    for name, connection in attnres.CONNECTIONS.items()
+    if not connection.mixes_channels or name in KNOWN
+} | dict.fromkeys(FORMS, ({}, None))
 
 
 @torch.no_grad()

@@ -26,8 +26,9 @@ from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.eval.benchmarks import benchmarks
 from attnres.training.recipe import read_recipe, write_recipe
 from attnres.training.trainer_fields import trainer_fields
+from attnres.utils import declared as declarations
 from attnres.utils import hub
-from attnres.utils.declared import _read_connections
+from attnres.utils.declared import declared_connections
 from attnres.utils.packaged import configurations, recipe_names
 from attnres.value_residual_attnres import VALUE_RESIDUAL_FIELDS
 
@@ -246,14 +247,17 @@ def test_the_mark_of_a_report_is_that_of_the_reports_that_are_written():
     assert marks[0] == marks[1]
 
 
-def test_the_source_text_of_connections_and_of_the_trainer_declares_what_their_classes_have():
-    declared, _ = _read_connections()  # without those that other tests register
+def test_the_source_text_of_connections_and_of_the_trainer_declares_what_their_classes_have(monkeypatch):
+    monkeypatch.setattr(declarations, "_registered", {})  # without those that other tests register
+    monkeypatch.setattr(declarations, "_files", {})
+    declared = declared_connections()
     assert next(iter(declared)) == DEFAULT_CONNECTION
     assert declared.keys() == CONNECTIONS.keys() | PRESETS.keys()
-    for name, (options, fields) in declared.items():
+    for name, text in declared.items():
         connection = CONNECTIONS[PRESETS.get(name, {}).get("residual_connection", name)]
-        assert list(options) == connection.retrofit_options()
-        assert list(fields) == [*connection.fields, *GATE_FIELDS, *VALUE_RESIDUAL_FIELDS]
+        declarations.register_connection(connection)  # reads the class
+        assert declared_connections()[connection.name] == text
+        assert list(text.fields) == [*connection.fields, *GATE_FIELDS, *VALUE_RESIDUAL_FIELDS]
     types = {item.name: item.type for item in dataclasses.fields(TrainingArguments)}
     assert trainer_fields().keys() == types.keys()
     for name, kinds in trainer_fields().items():
@@ -264,14 +268,8 @@ def test_the_source_text_of_connections_and_of_the_trainer_declares_what_their_c
             assert not {*(get_args(types[name]) or (types[name],))} <= {bool, int, float, NoneType}, name
 
 
-def test_the_table_of_connections_matches_the_registry():
-    assert connections.CONNECTIONS.keys() == CONNECTIONS.keys()
+def test_the_defaults_of_convert_are_those_of_the_registry():
     assert DEFAULT_RESIDUAL == DEFAULT_CONNECTION
-    assert connections.PRESETS.keys() == PRESETS.keys()
-    for name, connection in (connections.CONNECTIONS | connections.PRESETS).items():
-        of = PRESETS.get(name, {}).get("residual_connection", name)
-        assert set(connection.options) == set(CONNECTIONS[of].retrofit_options())
-        assert (connection.exact != "no") == (CONNECTIONS[of].retrofit is not None)
     for scale in Scale:
         AttnResConfig(attn_res_scale=scale.value).check_fields()
 

@@ -17,15 +17,16 @@ from attnres.residual_attnres import residual_tensors
 from ..modeling_attnres import test_published_layout
 from .checkpoints import change_tensors, convert, convert_well, files_of, standard_model, tensors_of
 
+NOT_AT_START = "is not at the start, where "
 # Case -> name, options, and a tensor whose change makes it another function, with the reason in the message.
 CASES = {
     "attn_res": ("attn_res", {"block_size": 3}, (r"mlp_res_proj.weight", "trained pseudo-query")),
-    "denseformer": ("denseformer", {}, (r"self_attention_res_proj.weight", "is trained: it averages earlier layers")),
-    "muddformer": ("muddformer", {}, (r"self_attention_res_proj.up", "weights depend on the tokens")),
-    "dca": ("dca", {"dca_window": 3}, (r"mlp_res_proj.bias", "outputs have other weights")),
+    "denseformer": ("denseformer", {}, (r"self_attention_res_proj.weight", NOT_AT_START)),
+    "muddformer": ("muddformer", {}, (r"self_attention_res_proj.up", NOT_AT_START)),
+    "dca": ("dca", {"dca_window": 3}, (r"mlp_res_proj.bias", NOT_AT_START)),
     "laurel": ("laurel", {"laurel_rank": 4}, (r"mlp_res_proj.up", "a map of the stream is added")),
     "gated_residual, 3": ("gated_residual", {"streams": 3}, (r"mlp_res_proj.up", "gates depend on the tokens")),
-    "residual_scalars": ("residual_scalars", {}, (r"self_attention_res_proj.stream", "scales the stream")),
+    "residual_scalars": ("residual_scalars", {}, (r"self_attention_res_proj.stream", NOT_AT_START)),
     "scaled": ("scaled", {"scaled_form": "shifted"}, (r"mlp_res_proj.shift", "or it shifts the stream")),
     "frac_connections": (
         "frac_connections",
@@ -38,11 +39,11 @@ CASES = {
         (r"mlp_res_proj.weight", "coefficients depend on the tokens"),
     ),
     "hyper_connections, 4": ("hyper_connections", {"streams": 4}, (r"mlp_res_proj.static", "is trained")),
-    "identity_hc, 2": ("identity_hc", {"streams": 2}, (r"mlp_res_proj.bias", "is trained")),
-    "identity_hc, 4": ("identity_hc", {"streams": 4}, (r"mlp_res_proj.scale", "coefficients depend on the tokens")),
-    "mhc, 2": ("mhc", {"streams": 2}, (r"mlp_res_proj.scale", "coefficients depend on the tokens")),
-    "mhc, 4": ("mhc", {"streams": 4}, (r"mlp_res_proj.bias", "is trained")),
-    "mhc_lite, 4": ("mhc_lite", {"streams": 4}, (r"mlp_res_proj.bias", "is trained")),
+    "identity_hc, 2": ("identity_hc", {"streams": 2}, (r"mlp_res_proj.bias", NOT_AT_START)),
+    "identity_hc, 4": ("identity_hc", {"streams": 4}, (r"mlp_res_proj.scale", NOT_AT_START)),
+    "mhc, 2": ("mhc", {"streams": 2}, (r"mlp_res_proj.scale", NOT_AT_START)),
+    "mhc, 4": ("mhc", {"streams": 4}, (r"mlp_res_proj.bias", NOT_AT_START)),
+    "mhc_lite, 4": ("mhc_lite", {"streams": 4}, (r"mlp_res_proj.bias", NOT_AT_START)),
 }
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
 KIMI = {

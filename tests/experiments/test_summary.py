@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnres.commands.connections import CONNECTIONS
+from attnres import CONNECTIONS
 from experiments import report, summary
 from experiments.declared import SELECTION_SEED
 from experiments.scratch import DeclaredComparison
@@ -110,4 +110,4 @@ def test_the_list_of_connections_counts_the_experiments_that_each_wins():
             differences = tuple(shown.differences(label))
             wins.setdefault(name, {})[differences] = all(difference < 0 for difference in differences)
     counted = {name: f"{sum(of.values())} of {len(of)}" for name, of in wins.items()}
-    assert {name: connection.lower for name, connection in CONNECTIONS.items() if connection.lower} == counted
+    assert {name: c.measured["lower"] for name, c in CONNECTIONS.items() if "lower" in c.measured} == counted

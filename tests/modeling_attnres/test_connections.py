@@ -21,12 +21,8 @@ from .connections import (
     loss_of,
 )
 
-# Other files test the plain forms of `attn_res` and `standard`.
-CONNECTIONS = [
-    *("denseformer", "muddformer", "dca", "residual_scalars", "scaled", "laurel", "frac_connections", "highway"),
-    *("hyper_connections", "identity_hc", "mhc", "mhc_lite", "gated_residual", "post_norm"),
-    *FORMS,
-]
+# Every registered connection. Other files test the plain forms of `attn_res` and `standard`.
+CONNECTIONS = [*(name for name in attnres.CONNECTIONS if name not in ("attn_res", "standard")), *FORMS]
 RETROFITS = [
     name for name in CONNECTIONS if attnres.CONNECTIONS[fields_of(name)["residual_connection"]].retrofit is not None
 ]

@@ -14,6 +14,7 @@ from attnres import AttnResForCausalLM, AttnResKimiK3ForCausalLM
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.training.text import python_sources, train_tokenizer
+from attnres.utils import declared
 
 from ..eval.synthetic import write_data_set
 
@@ -84,7 +85,8 @@ def workplace(material, tmp_path, monkeypatch) -> Callable[..., Path]:
 @pytest.fixture(autouse=True)
 def restored_tables() -> Iterator[None]:
     """Remove the connections and backbones that a page adds."""
-    tables = [(table, dict(table)) for table in (attnres.CONNECTIONS, attnres.BACKBONES)]
+    added = attnres.CONNECTIONS, attnres.BACKBONES, declared._files, declared._registered
+    tables = [(table, dict(table)) for table in added]
     yield
     for table, before in tables:
         table.clear()

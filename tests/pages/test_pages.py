@@ -1,8 +1,10 @@
 """Tests that run every command and every block of Python of the pages, in order, in a directory with their files."""
 
+import importlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,6 @@ import pytest
 from safetensors.torch import load_file
 from typer.main import get_command
 
-import attnres
 from attnres import CONNECTIONS, AttnResKimiK3Config
 from attnres.commands.app import app
 
@@ -21,10 +22,11 @@ from .commands import ADDED, ELSEWHERE, PYTHON_ELSEWHERE, entry
 from .reading import PAGES, ROOT, blocks_of, commands_of, inline_commands_of, name_of
 
 BIN = Path(sys.executable).parent
+BUILT_IN = {*CONNECTIONS}  # tests add others
 WITH_CODE = [page for page in PAGES if any(block.language in ("bash", "python") for block in blocks_of(page))]
 # Folders of the material that a command makes itself -> the beginning of that command.
 MAKES = {"attnres-demo": "attnres demo", "qwen3-attnres": "attnres convert Qwen/Qwen3-0.6B qwen3-attnres "}
-ALLOWED = {"bash", "python", "yaml", "json", "text", "bibtex"}
+ALLOWED = {"bash", "python", "yaml", "json", "text", "toml", "bibtex"}
 
 
 def run_command(command: str, environment: dict[str, str]) -> str:
@@ -137,7 +139,33 @@ def check_connections(folder: Path, printed: str, hub: Hub) -> None:
     assert "mhc 4" in printed
 
 
+def check_add_connection(folder: Path, printed: str, hub: Hub) -> None:
+    """Check that the saved model loads with the page's last block in a process that cannot import `attnres`."""
+    assert "a scaled, shifted stream" in printed and "top-1 agreement 100.00%" in printed
+    assert "scaled_stream.py" in printed  # in the list of files that `push` would upload
+    code = {path.name for path in (folder / "saved").glob("*.py")}
+    assert {"scaled_stream.py", "connections_attnres.py"} <= code and "attn_res_attnres.py" not in code
+    *_, last = (block.code for block in blocks_of(ROOT / "docs/guides/add_connection.md") if block.language == "python")
+    (folder / "elsewhere").mkdir()
+    shutil.copytree(folder / "saved", folder / "elsewhere/saved")
+    (folder / "elsewhere/load.py").write_text(last, encoding="utf-8")
+    packages = os.pathsep.join(path for path in sys.path if path.endswith("site-packages"))
+    script = ROOT / "tests/modeling_attnres/without_attnres.py"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(script), packages, "load.py"],
+        cwd=folder / "elsewhere",
+        env=os.environ | {"HF_HOME": str(folder / "home")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == "scaled_stream\n"
+
+
 CHECKS = {
+    "docs/guides/add_connection.md": check_add_connection,
     "README.md": check_readme,
     "docs/tour.md": check_tour,
     "docs/guides/retrofit.md": check_retrofit,
@@ -163,7 +191,7 @@ def test_the_exactness_that_a_page_prints_is_what_its_code_prints(workplace, env
         {row.split("`")[1]: [float(number) for number in re.findall(r"([\d.]+)%", row)] for row in rows}
         for rows in (re.findall(r"^\| `.*%.*\|$", text, re.MULTILINE) for text in (table, printed))
     )
-    assert in_page.keys() == in_run.keys() == CONNECTIONS.keys()
+    assert in_page.keys() <= in_run.keys() == CONNECTIONS.keys()
     for name, numbers in in_page.items():
         assert in_run[name] == pytest.approx(numbers, rel=0.5, abs=0.1), name
 
@@ -209,6 +237,9 @@ def test_commands_in_running_text_have_the_options_that_they_name(page):
         )
 
 
-def test_the_page_on_connections_names_all():
-    page = (ROOT / "docs/guides/connections.md").read_text()
-    assert set(re.findall(r"^\| \[`(\w+)`\]", page, flags=re.MULTILINE)) == attnres.CONNECTIONS.keys()
+def test_the_table_of_connections_is_made_from_what_they_declare(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    tables = importlib.import_module("tables")
+    page = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.with_table(page) == page, "run `make tables`"
+    assert {*re.findall(r"^\| \[`(\w+)`\]", page, flags=re.MULTILINE)} == BUILT_IN
