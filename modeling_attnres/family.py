@@ -178,7 +178,9 @@ def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *a
     return transformers.PreTrainedModel._upload_modified_files(model, folder, repo, *args, **kwargs)
 
 
-def _save_with_used_code(config: ResidualConfig, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any):
+def _save_with_used_code(
+    config: ResidualConfig, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any
+) -> None:
     """Save a configuration as `transformers` does, with the code of the connection and the attention that it names."""
     transformers.PreTrainedConfig.save_pretrained(config, save_directory, **kwargs)
     write_used_code(config, Path(save_directory))
