@@ -178,7 +178,7 @@ def assert_same_run(out: Path, expected: Path, tolerance: float = 1e-4) -> None:
     [
         ("retrofit", "fsdp2", None, 2, "", "the model sharded by accelerate (FSDP2)"),
         ("stream", "ddp", None, 2, "3", "each with the whole model (DDP)"),
-        ("retrofit", "ddp", "{fsdp_size: 2}", 2, "1", "divided by transformers (FSDP2 2)"),
+        ("retrofit", "ddp", "{fsdp_size: 2}", 2, "1", "sharded by transformers (FSDP2 2)"),
         ("retrofit", TP, "{tp_size: 2, sequence_parallel: true}", 2, "", "by transformers (TP 2, sequence parallel)"),
         ("hybrid", TP, "{tp_size: 2, fsdp_size: 2}", 4, "1", "by transformers (FSDP2 2, TP 2)"),
         ("kimi_k3", TP, "{fsdp_size: 4, ep_size: 2}", 4, "1", "by transformers (FSDP2 4, EP 2)"),
