@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from attnres.training.demo import difference, document_losses
 from attnres.training.text import python_sources, train_tokenizer
 
 from .. import forks
@@ -45,6 +47,23 @@ def error_line(process: subprocess.CompletedProcess) -> str:
     return lines[0]
 
 
+def test_the_difference_is_within_seeds_and_documents():
+    by_document = torch.tensor([0.1, 0.4, 0.7], dtype=torch.float64)
+    first = torch.stack([by_document + seed for seed in range(3)])
+    lead = difference(first + 5.0, torch.full((3, 3), 5.0, dtype=torch.float64))
+    assert lead["by_seed"] == pytest.approx([0.4, 1.4, 2.4])
+    assert (lead["mean"], lead["over_seeds"]) == (pytest.approx(1.4), pytest.approx(1.0))
+    assert lead["over_documents"] == pytest.approx(by_document.std().item() / 3**0.5)
+
+
+def test_the_loss_of_a_document_is_the_models_on_its_sequences(tiny_model):
+    model = tiny_model().train()
+    documents = [torch.randint(3, 20, (rows, 16)) for rows in (3, 1)]
+    losses = document_losses(model, documents)
+    with torch.no_grad():
+        assert losses.tolist() == pytest.approx([model.eval()(ids, labels=ids).loss.item() for ids in documents])
+
+
 @pytest.mark.slow
 def test_the_demo_compares_over_seeds_shows_an_exact_retrofit_and_saves_a_model_that_loads(stories, tmp_path):
     process = attnres("demo", "--out", "a", "--minutes", 0.09, "--text", stories, cwd=tmp_path)
@@ -69,8 +88,10 @@ def test_the_demo_compares_over_seeds_shows_an_exact_retrofit_and_saves_a_model_
     assert "This is not the difference at the end of a training" in process.stdout
     lower = sum(number < 0 for number in difference["by_seed"])
     assert f"Block AttnRes has the lower loss with {lower} of 3 seeds." in process.stdout
-    for curves in results["training_loss"].values():
-        assert all(curve[-1][1] < curve[0][1] - 0.3 for curve in curves)
+    curves = results["training_loss"]
+    assert all(curve[-1][1] < curve[0][1] - 0.3 for by_seed in curves.values() for curve in by_seed)
+    for standard, attn_res in zip(curves["standard"], curves["Block AttnRes"], strict=True):
+        assert standard[0] == pytest.approx(attn_res[0], abs=1e-3)  # the same weights, and the same first batch
 
     same = results["retrofit"]
     assert same["max_abs_logit_difference"] <= 1e-4 * same["max_abs_logit"]
