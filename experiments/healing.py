@@ -55,6 +55,8 @@ def load_data(experiment: HealingExperiment, corpus: Path, tokenizer: PreTrained
         tokenizer: The tokenizer of the pretrained model.
     """
     if experiment.text is not None:
+        if experiment.held_out is None:
+            raise ValueError(f"{experiment.name}: a declaration with `text` needs `held_out`.")
         data = load(experiment.text, experiment.length, experiment.held_out, corpus)
         # Pretraining took the first sequences of this order.
         return replace(data, train=data.order(0, len(data.train))[experiment.seen // experiment.length :])
@@ -198,7 +200,7 @@ class Healing:
         began = time.monotonic()
         blocks = self.data.order(run.seed, recipe.steps * self.experiment.batch_size)
         continue_training(model, blocks, recipe, run.seed, on_step, work)
-        result = {
+        result: dict[str, Any] = {
             "tokens": blocks.numel(),
             "after": mean_loss(model, held_out),
             "seconds": round(time.monotonic() - began, 1),

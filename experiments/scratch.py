@@ -59,6 +59,13 @@ class DeclaredComparison:
     keep: Path | None = None
     compiled: bool = False
 
+    @property
+    def text(self) -> TokenData:
+        """The text of runs that are made."""
+        if self.data is None:
+            raise ValueError("runs that are only read have no text.")
+        return self.data
+
     def make(self, settings: Sequence[tuple[str, float, int, int]]) -> None:
         """Make the runs that the store lacks.
 
@@ -68,8 +75,10 @@ class DeclaredComparison:
         Raises:
             ValueError: The store holds runs on another text of the same name, or a folder for a model exists.
         """
+        if self.work is None:
+            raise ValueError("runs that are made need a folder for their checkpoints.")
         self.store.read()
-        self.store.check_text(self.data.fingerprint)
+        self.store.check_text(self.text.fingerprint)
         plan = []
         for label, rate, tokens, seed in settings:
             recipe = {"connection": self.experiment.connections[label], "rate": rate, "tokens": tokens}
@@ -83,7 +92,7 @@ class DeclaredComparison:
                 raise ValueError(f"--keep: {kept} exists, and the model of {run} would go there. Move it away.")
             if is_stored and not is_taken:
                 print(f"{run} is stored in {self.store.path}: it is not made again, and its model is not kept.")
-        identity = {"device": self.device, "compiled": self.compiled, "fingerprint": self.data.fingerprint}
+        identity = {"device": self.device, "compiled": self.compiled, "fingerprint": self.text.fingerprint}
         identity |= self.experiment.setting()
         make_runs(self.store, plan, self.measure, self.work, identity, self.device)
 
@@ -112,7 +121,7 @@ class DeclaredComparison:
         )
         curve = train(
             model,
-            self.data.order(run.seed, run.steps * experiment.batch_size),
+            self.text.order(run.seed, run.steps * experiment.batch_size),
             schedule,
             work,
             on_step,
@@ -121,12 +130,12 @@ class DeclaredComparison:
             torch_compile=self.compiled,
             use_cpu=self.device == "cpu",
         )
-        held_out = self.data.held_out(run.selecting)
+        held_out = self.text.held_out(run.selecting)
         result = {
             "non_embedding": count_parameters(model.config).non_embedding,
             "after": round(sequence_losses(model, held_out).mean().item(), 6),
             "curve": [[step, round(loss, 4)] for step, loss in curve],
-            "text": self.data.fingerprint,
+            "text": self.text.fingerprint,
         }
         if self.compiled:
             result["compiled"] = True
@@ -188,9 +197,10 @@ class DeclaredComparison:
         """
         tokens = self.experiment.sweep_tokens
         pending = [(label, rate, tokens, SELECTION_SEED) for label in labels for rate in self.experiment.rates]
+        best: dict[str, float] = {}
         while pending:
             self.make(pending)
-            best, pending = {label: self.best_rate(label) for label in labels}, []
+            best, pending = {label: rate for label in labels if (rate := self.best_rate(label))}, []
             for label, rate in best.items():
                 tried = self.swept(label)
                 if rate == max(tried):
@@ -207,8 +217,10 @@ class DeclaredComparison:
             rates: Label -> learning rate; `None` for the declared one, or else the best of the sweep.
         """
         experiment, tokens = self.experiment, tokens or self.experiment.tokens
-        rates = rates or {label: experiment.rate_of(label) or self.best_rate(label) for label in experiment.connections}
-        rates = {label: rate for label, rate in rates.items() if rate}
+        chosen = rates or {
+            label: experiment.rate_of(label) or self.best_rate(label) for label in experiment.connections
+        }
+        rates = {label: rate for label, rate in chosen.items() if rate}
         runs = {label: {run["seed"]: run for run in self.runs(label, rate, tokens)} for label, rate in rates.items()}
         baseline = runs.get(BASELINE, {})
         # Differences are within seeds: a run that shares no seed with the baseline is not shown.

@@ -84,7 +84,7 @@ def train(
     Raises:
         ValueError: `work` holds a checkpoint of a run with another number of steps.
     """
-    arguments = TrainingArguments(
+    settings = TrainingArguments(
         output_dir=str(work),
         max_steps=run.steps,
         per_device_train_batch_size=run.batch_size,
@@ -108,7 +108,7 @@ def train(
     )
     trainer = _Trainer(
         model,
-        arguments,
+        settings,
         train_dataset=[{"input_ids": block, "labels": block} for block in blocks],
         optimizers=(optimizer, schedule),
         callbacks=[_Progress(on_step, save_seconds), *callbacks],
@@ -117,7 +117,7 @@ def train(
     trainer.train(resume_from_checkpoint=_checkpoint(work, run))
     # With `bf16`, the `Trainer` has wrapped `forward` in autocast. The caller gets the model without it.
     trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    return [(point["step"], point["loss"]) for point in trainer.state.log_history if "loss" in point]
+    return [(int(point["step"]), point["loss"]) for point in trainer.state.log_history if "loss" in point]
 
 
 def _checkpoint(folder: Path, run: Run) -> str | None:
@@ -168,6 +168,7 @@ class _Trainer(ResumableTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        # pyrefly: ignore[not-callable]  # every model here is of `transformers`
         model.save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
 
 

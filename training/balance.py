@@ -79,13 +79,13 @@ class ExpertBalance(LoggedCallback):
         self._routers: list[nn.Module] = []
         self._handles: list = []
 
-    def on_init_end(self, args, state, control, model=None, **kwargs):
+    def on_init_end(self, args, state, control, model: nn.Module, **kwargs):
         """Make the biases float32, before a checkpoint is read into them."""
         for router in routers(model):
             bias = getattr(router, BIAS)
             bias.data = bias.data.float()
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, model: nn.Module, **kwargs):
         """Attach counters to the routers."""
         super().on_train_begin(args, state, control, **kwargs)
         # Again: if the callback was added to an existing `Trainer`, this has not been called yet.
@@ -96,7 +96,7 @@ class ExpertBalance(LoggedCallback):
         if self._routers and self.rate and hasattr(model, "peft_config"):
             raise ValueError("an adapter does not hold the routers' correction biases: set the balancing rate to 0.")
         self._counting = self._measured = False
-        self._violation = self._entropy = None
+        self._violation = self._entropy = torch.zeros(())  # sums over steps, `[routers]` after the first
         self._steps = 0
         biases = [getattr(router, BIAS) for router in self._routers]
         self._loads = [torch.zeros(bias.numel(), dtype=torch.long, device=bias.device) for bias in biases]

@@ -122,10 +122,10 @@ def _missing(folder: Path) -> str | None:
 def _missing_shard(folder: Path, names: Set[str]) -> str | None:
     """Return a message about weights in several files that are not those of the index, else `None`."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if parts := [name for name in names if _SHARDED_WEIGHTS.match(name)]:
+    if parts := [match for name in names if (match := _SHARDED_WEIGHTS.match(name))]:
         # Each process writes one, and its random numbers.
         count = max(len(parts), sum(name.startswith(_RANDOM) for name in names))
-        numbers = {int(_SHARDED_WEIGHTS.match(name)[1]) for name in parts}
+        numbers = {int(match[1]) for match in parts}
         if absent := sorted({*range(1, count + 1)} - numbers):
             return f"{folder}/shard-{absent[0]:05d}-model-*.safetensors is missing"
     if not index.exists():
@@ -334,7 +334,7 @@ class ResumableTrainer(Trainer):
         # every checkpoint and result. `compute_loss` turns the cache off instead.
         config = getattr(model, "config", None)
         has_use_cache = hasattr(config, "use_cache")
-        arguments.use_cache = has_use_cache and config.use_cache
+        arguments.use_cache = getattr(config, "use_cache", False)
         super().__init__(model, arguments, **options)
         if config is not None and not has_use_cache:  # as in models of text and images, whose text part alone has it
             vars(config).pop("use_cache", None)

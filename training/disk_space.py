@@ -28,7 +28,7 @@ def check_disk(trainer: AttnResTrainer, recipe: Recipe, steps_made: int = 0) -> 
     most, last = (min(recipe.keep + spare, stored + saves) - stored for spare in (1, 0))
     needed = max(most * checkpoint, last * checkpoint + model_bytes(trainer, recipe))
     try:
-        check_space(out, needed)
+        check_space(out, int(needed))
     except OSError as error:
         raise OSError(f"{error} Free some, or choose another `out`, or write fewer checkpoints by `keep`.") from error
 

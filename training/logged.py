@@ -24,7 +24,7 @@ class LoggedCallback(TrainerCallback):
         """Take the place before the reporters, so that they see the line with the measurements."""
         _move_first(self)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs: dict[str, float], **kwargs):
         """Add the measurements to a line with the training loss."""
         if "loss" in logs:
             metrics = self.metrics()
@@ -42,12 +42,15 @@ def _move_first(callback: TrainerCallback) -> None:
     # list of callbacks to a callback. The list can be reached only through the `CallbackHandler` that is calling now.
     # The alternative is a subclass of `Trainer`, which users of other trainers (such as TRL's) could not use.
     frame = inspect.currentframe()
-    while frame is not None and not isinstance(caller := frame.f_locals.get("self"), CallbackHandler):
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler):
+            # It is iterating over this list. Moving the current item to the front skips and repeats no other.
+            if callback in caller.callbacks:
+                caller.callbacks.remove(callback)
+                caller.callbacks.insert(0, callback)
+            return
         frame = frame.f_back
-    # The handler is iterating over this list. Moving the current item to the front skips and repeats no other.
-    if frame is not None and callback in caller.callbacks:
-        caller.callbacks.remove(callback)
-        caller.callbacks.insert(0, callback)
 
 
 __all__ = ["LoggedCallback"]

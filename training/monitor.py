@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnres.analysis.depth_attention import share_measures
 from attnres.analysis.watching import connections_of, measuring, watched
@@ -141,6 +141,8 @@ class Monitor(LoggedCallback):
         slice_tokens: The most tokens to measure on.
     """
 
+    _model: PreTrainedModel  # during training
+
     def __init__(self, slice_tokens: int = 256):
         self.slice_tokens = slice_tokens
         self._handle = None
@@ -171,7 +173,7 @@ class Monitor(LoggedCallback):
         """Return how many processes compute the same batch: those of a tensor-parallel group."""
         return getattr(self._model, "tp_size", None) or 1
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, model: PreTrainedModel, **kwargs):
         """Begin the first window, and attach a counter of tokens to the model."""
         super().on_train_begin(args, state, control, **kwargs)
         # Remove the counter of an earlier training that ended with an error.
@@ -187,7 +189,8 @@ class Monitor(LoggedCallback):
         """Remove the counter of tokens."""
         if self._handle is not None:
             self._handle.remove()
-        self._handle = self._model = None
+        self._handle = None
+        vars(self).pop("_model", None)
         self._tokens = 0
 
     # A compiled graph would run this only once, while it is compiled.

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,8 @@ class AttnResTrainer(ResumableTrainer):
         OSError: From `train`: a checkpoint cannot be written. The one before it stays.
     """
 
+    model: PreTrainedModel
+
     def __init__(self, model: PreTrainedModel, recipe: Recipe, arguments: TrainingArguments, **options):
         if recipe.separate_documents:
             _check_separable(model, recipe)
@@ -168,9 +170,9 @@ class AttnResTrainer(ResumableTrainer):
         """Make the schedule of the recipe, as `Trainer` calls it."""
         if self.lr_scheduler is None:
             recipe, steps = self.recipe, num_training_steps
-            optimizer = self.optimizer if optimizer is None else optimizer
+            optimizer = self.create_optimizer() if optimizer is None else optimizer
             warmup = round(recipe.warmup * steps)
-            self.lr_scheduler = build_schedule(
+            schedule = build_schedule(
                 optimizer,
                 recipe.schedule,
                 steps=steps,
@@ -178,10 +180,11 @@ class AttnResTrainer(ResumableTrainer):
                 decay_steps=min(round(recipe.decay * steps), steps - warmup),
                 min_rate=recipe.min_rate,
             )
-            self._hold_back(optimizer, round(recipe.residual_alone * steps))
+            self._hold_back(optimizer, schedule, round(recipe.residual_alone * steps))
+            self.lr_scheduler = schedule
         return self.lr_scheduler
 
-    def _hold_back(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    def _hold_back(self, optimizer: torch.optim.Optimizer, schedule: LambdaLR, steps: int) -> None:
         """Set the rate of all but the residual tensors to 0 in the first `steps`.
 
         Freezing these parameters would be simpler, but not every engine that divides models can do so during a run.
@@ -190,8 +193,8 @@ class AttnResTrainer(ResumableTrainer):
             return
         for i, group in enumerate(optimizer.param_groups):
             if not self._is_residual[i]:
-                factor = self.lr_scheduler.lr_lambdas[i]
-                self.lr_scheduler.lr_lambdas[i] = lambda step, factor=factor: 0.0 if step < steps else factor(step)
+                factor = schedule.lr_lambdas[i]
+                schedule.lr_lambdas[i] = lambda step, factor=factor: 0.0 if step < steps else factor(step)
                 group["lr"] = 0.0  # the schedule has set the rate of the first step already
 
     # The training loss
@@ -255,8 +258,8 @@ class AttnResTrainer(ResumableTrainer):
         Raises:
             FloatingPointError: The loss is not finite.
         """
-        inputs = self._prepare_inputs(inputs)
         documents = inputs.pop("documents", None)
+        inputs = self._prepare_inputs(inputs)
         numbers, labels = inputs.pop(ROW), inputs.pop("labels")
         with torch.no_grad(), self.compute_loss_context_manager():
             logits = self._compute_logits(model, inputs)
@@ -278,8 +281,8 @@ class AttnResTrainer(ResumableTrainer):
         """
         self._held_out = TokenMean()
         output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
-        output.metrics[f"{metric_key_prefix}_loss"] = self._held_out.result()
-        return output
+        loss = {f"{metric_key_prefix}_loss": self._held_out.result()}
+        return output._replace(metrics={**(output.metrics or {}), **loss})
 
     # Checkpoints
 
@@ -306,7 +309,7 @@ class AttnResTrainer(ResumableTrainer):
         with _untied(model) if in_parts else contextlib.nullcontext():
             # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
             model.save_pretrained(
-                output_dir,
+                output_dir or self.args.output_dir or "",
                 state_dict=state_dict,
                 is_main_process=is_main,
                 save_original_format=not is_checkpoint,
@@ -317,7 +320,7 @@ class AttnResTrainer(ResumableTrainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         """Write a checkpoint under another name, and rename it once every process has written its part."""
-        run = Path(self.args.output_dir)
+        run = Path(self.args.output_dir or "")
         self._saving_in = str(run / f"{PARTIAL}{self._run_id}")
         try:
             if self.args.should_save:
@@ -333,7 +336,7 @@ class AttnResTrainer(ResumableTrainer):
             if self.args.should_save:
                 (folder,) = Path(self._saving_in).iterdir()  # `checkpoint-N`
                 if self.state.best_global_step:
-                    self.state.save_to_json(folder / TRAINER_STATE_NAME)
+                    self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
                 shutil.rmtree(run / folder.name, ignore_errors=True)
                 # Otherwise a machine that loses its power could leave a checkpoint with empty files.
                 _flush(folder)
@@ -368,6 +371,7 @@ class AttnResTrainer(ResumableTrainer):
         Raises:
             FileNotFoundError: Someone has removed it. `Trainer` would only log this, and go on with the last weights.
         """
+        # pyrefly: ignore[bad-argument-type]  # `Trainer` calls this only if there is one
         folder = Path(self.state.best_model_checkpoint)
         if not folder.is_dir():
             raise FileNotFoundError(
@@ -396,8 +400,10 @@ class AttnResTrainer(ResumableTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.has_optimizer_parts:
             return super()._save_optimizer_and_scheduler(output_dir)
+        # pyrefly: ignore[missing-attribute]  # `accelerate` has wrapped it
         save_optimizer_distributed(self.model, self.optimizer.optimizer, f"{output_dir}/{OPTIMIZER}")
         if self.args.should_save:
+            # pyrefly: ignore[missing-attribute]  # made before the first step
             torch.save(self.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER_NAME}")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -414,17 +420,19 @@ class AttnResTrainer(ResumableTrainer):
             return super()._load_optimizer_and_scheduler(checkpoint)
         folder = Path(checkpoint)
         with about(folder / OPTIMIZER, cannot_resume_note(folder)):
+            # pyrefly: ignore[missing-attribute]  # `accelerate` has wrapped it
             load_optimizer_distributed(self.model, self.optimizer.optimizer, str(folder / OPTIMIZER))
         with about(folder / SCHEDULER_NAME, cannot_resume_note(folder)):
             self._load_schedule(folder / SCHEDULER_NAME)
 
     def _load_schedule(self, path: Path) -> None:
         """Continue the schedule at the step of a checkpoint."""
+        # pyrefly: ignore[missing-attribute]  # made before the first step
         self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
 
 
 @contextlib.contextmanager
-def _untied(model: PreTrainedModel) -> Iterator[None]:
+def _untied(model: PreTrainedModel) -> Generator[None]:
     """Give tied parameters memory of their own for a while.
 
     `transformers` writes all parameters of a divided checkpoint, and `safetensors` refuses those that share memory, as
@@ -435,8 +443,10 @@ def _untied(model: PreTrainedModel) -> Iterator[None]:
     for name in model.all_tied_weights_keys:
         owner, _, leaf = name.rpartition(".")
         parameters = model.get_submodule(owner)._parameters
-        tied.append((parameters, leaf, parameters[leaf]))
-        parameters[leaf] = nn.Parameter(parameters[leaf].detach().clone(), requires_grad=parameters[leaf].requires_grad)
+        if (parameter := parameters[leaf]) is None:
+            continue
+        tied.append((parameters, leaf, parameter))
+        parameters[leaf] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
     try:
         yield
     finally:

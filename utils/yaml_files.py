@@ -13,6 +13,7 @@ class UniqueKeys(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: str | None) -> MappingNode:
         """Return a mapping. Raise `yaml.YAMLError` if two of its keys are the same text."""
+        # pyrefly: ignore[bad-argument-type]  # the stub has the type of another attribute
         node = super().compose_mapping_node(anchor)
         keys = set()
         for key in (key for key, _ in node.value if isinstance(key, ScalarNode)):

@@ -40,20 +40,20 @@ def forward(
 
 
 def forward_with_norm(
-    query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, norm_weight: Tensor, norm_eps: float
+    query: Tensor, sources: Sequence[Tensor], eps: float, is_sum: bool, norm_weight: Tensor | None, norm_eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the result `[..., D]` with a norm applied to it.
+    """Compute the result `[..., D]`, with a norm applied to it if one is given.
 
     Args:
         query: as for [`forward`].
         sources: as for [`forward`].
         eps: as for [`forward`].
         is_sum: as for [`forward`].
-        norm_weight: weight `[D]` of the norm, in the dtype of the sources.
+        norm_weight: weight `[D]` of the norm, in the dtype of the sources; `None` for no norm.
         norm_eps: epsilon of the norm.
 
     Returns:
-        The normed result, and what [`backward`] needs of each token.
+        The result, and what [`backward`] needs of each token.
     """
     checked = call.checked(sources)
     shape, n = checked.shape, len(sources)

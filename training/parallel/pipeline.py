@@ -7,7 +7,7 @@
 [`Pipeline`] holds the part of one process. `pipeline_transfers` plans what travels, `pipeline_stage` moves it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from itertools import pairwise
@@ -178,7 +178,7 @@ class Pipeline:
         return self._traced[key]
 
     @contextmanager
-    def _in_contexts(self) -> Iterator[None]:
+    def _in_contexts(self) -> Generator[None]:
         """Enter all `forward_contexts`."""
         with ExitStack() as stack:
             for context in self.forward_contexts:

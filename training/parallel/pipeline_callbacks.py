@@ -1,11 +1,12 @@
 """Callbacks of a pipeline: the balance of experts and tokens/s, where no process runs the whole model."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..balance import ExpertBalance
 from ..monitor import Monitor
@@ -26,7 +27,7 @@ class PipelineBalance(ExpertBalance):
         pipeline.forward_contexts.append(self._count_forward)
 
     @contextmanager
-    def _count_forward(self) -> Iterator[None]:
+    def _count_forward(self) -> Generator[None]:
         """Count the load during the forward pass of a chunk in training."""
         model = self.pipeline.model
         self._begin_forward(model, ())
@@ -66,7 +67,7 @@ class PipelineMonitor(Monitor):
         super().__init__()
         self.pipeline = pipeline
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, model: PreTrainedModel, **kwargs):
         """Begin the first window."""
         super().on_train_begin(args, state, control, model, **kwargs)
         self._has_connections = False

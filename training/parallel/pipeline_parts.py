@@ -4,7 +4,7 @@ All modules are there, so the model is cut like a whole one. Its tensors have th
 that is made with the same random numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,15 +87,18 @@ def make_part(config: PreTrainedConfig, part: Part) -> PreTrainedModel:
 
 
 @contextmanager
-def _on_parameter(call: Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None]) -> Iterator[None]:
+def _on_parameter(call: Callable[[nn.Module, str, nn.Parameter], nn.Parameter | None]) -> Generator[None]:
     """Call a function with each parameter that a module gets in the block. It may return one to take its place.
 
     Args:
         call: A function of the module, the parameter's name in it, and the parameter.
     """
-    hook = register_module_parameter_registration_hook(
-        lambda module, name, parameter: None if parameter is None else call(module, name, parameter)
-    )
+
+    def call_with_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else call(module, name, parameter)
+
+    # pyrefly: ignore[bad-argument-type]  # its annotation forgets that a hook may return another parameter
+    hook = register_module_parameter_registration_hook(call_with_parameter)
     try:
         yield
     finally:
@@ -110,13 +113,13 @@ class _DrawAndDrop(TorchDispatchMode):
         # As large as the largest tensor. Memory that is allocated anew for each of them would be fragmented, and grow.
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def __torch_dispatch__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_random = torch.Tag.nondeterministic_seeded in function.tags
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random and tree_any(lambda leaf: isinstance(leaf, Tensor) and leaf.is_meta, (args, kwargs)):
             drawn = tree_map_only(Tensor, self._on_cpu, (args, kwargs))
-            function(*drawn[0], **drawn[1])
-        return function(*args, **kwargs)
+            func(*drawn[0], **drawn[1])
+        return func(*args, **kwargs)
 
     def _on_cpu(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the scratch memory in place of one on the meta device."""

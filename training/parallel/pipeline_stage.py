@@ -63,8 +63,8 @@ class CachedStage(PipelineStage):
         """Run the chunk on a micro-batch, as the engine calls it. The data comes from `batches`."""
         cached = tuple(self.cache.take(fwd_chunk_id, number) for number in self.chunk.cached)
         self._leaves[fwd_chunk_id] = {id(leaf): number for leaf, number in zip(cached, self.chunk.cached)}
-        given = {"chunk": self.chunk, "batch": self.batches[fwd_chunk_id], "cached": cached}
-        given["micro_batch"] = fwd_chunk_id
+        batch = self.batches[fwd_chunk_id]
+        given = {"chunk": self.chunk, "batch": batch, "cached": cached, "micro_batch": fwd_chunk_id}
         return super().forward_one_chunk(fwd_chunk_id, (), given, *rest, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args, **options) -> None:

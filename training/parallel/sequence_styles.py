@@ -5,7 +5,7 @@ here divide weights in the same way. While a pass is split, the input of a subla
 matrices, whose gradients are summed together, and its outputs are summed once by a reduce-scatter.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -50,7 +50,7 @@ class SequenceSharding:
         self.feeds_head = False
 
     @contextmanager
-    def splitting(self, split: SequenceSplit | None) -> Iterator[None]:
+    def splitting(self, split: SequenceSplit | None) -> Generator[None]:
         """Set the split of the running pass for a while."""
         before, self.split = self.split, split
         try:

@@ -42,7 +42,7 @@ class GradientSum:
         """
         for name in names if torch.is_grad_enabled() else ():
             parameter, key = module._parameters[name], (id(module), name)
-            if parameter.requires_grad and self._hooked.get(key) is not parameter:
+            if parameter is not None and parameter.requires_grad and self._hooked.get(key) is not parameter:
                 self._hooked[key] = parameter
                 parameter.register_hook(self.sum)
 
