@@ -66,7 +66,7 @@ CASES = [
     (
         ("convert", "model", "out", "--streams", "3"),
         2,
-        "--streams belongs to --residual hyper_connections, identity_hc, mhc",
+        "--streams belongs to --residual gated_residual, hyper_connections, ",
     ),
     (("convert", "model", "out", "--residual", "highways"), 2, "'--residual': 'highways' is not one of 'attn_res', "),
     (("convert", "model", "out", "--residual", "mch"), 2, ". Did you mean `mhc`?"),
