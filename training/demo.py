@@ -88,7 +88,7 @@ CURVE_POINTS = 50  # of a training loss
 MAX_TEXT_CHARACTERS = 4_000_000
 # Every fourth document is held out. The loss is measured on the first tokens of the first of these.
 HELD_OUT_EVERY, HELD_OUT_DOCUMENTS, HELD_OUT_CHARACTERS = 4, 64, 1500
-LEAST_DOCUMENTS = 8  # so that two or more are held out
+LEAST_DOCUMENTS = HELD_OUT_EVERY + 1  # so that two are held out
 PROMPT, PROMPT_CHARACTERS = "def ", 60  # for Python sources; the length of a prompt from another text
 COMPARED_CHARACTERS = 400  # of each held-out document, on which a retrofit is compared with its source
 NEW_TOKENS = 40  # of each text that is generated
