@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
@@ -542,7 +542,7 @@ class LanguageModel(TemplateLM):
         return getattr(self.model, "get_base_model", lambda: self.model)()
 
     @contextmanager
-    def _greedy_settings(self) -> Iterator[None]:
+    def _greedy_settings(self) -> Generator[None]:
         """Remove the settings in `_NOT_GREEDY` from the model within the block.
 
         An argument of `generate` cannot do this: there, None means the model's own setting.
@@ -586,7 +586,7 @@ class LanguageModel(TemplateLM):
     @contextmanager
     def _reported(
         self, total: int, kind: str, is_silent: bool, reports: bool = True
-    ) -> Iterator[Callable[[int], object]]:
+    ) -> Generator[Callable[[int], object]]:
         """Yield a function that shows the number of finished requests: by `progress`, a bar, or not at all."""
         if self.progress is not None and reports:
             yield self.progress
