@@ -165,10 +165,13 @@ class LanguageModel(TemplateLM):
             name = pretrained
         else:
             self._device, name = pretrained.device, pretrained.name_or_path
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        self.tokenizer: Any
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            self.tokenizer = tokenizer
+        else:
             adds = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer or name, **hub, **adds)
-        self.tokenizer: Any = tokenizer
+            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or name, **hub, **adds)
+        # pyrefly: ignore[bad-argument-type, missing-attribute]  # annotated as if there might be no tokenizer
         check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model")
         if isinstance(pretrained, str):
             loading.setdefault("device_map", "auto" if parallelize else {"": str(self._device)})
@@ -524,6 +527,7 @@ class LanguageModel(TemplateLM):
 
     def _autocast(self) -> torch.autocast:
         dtype = self.mixed_precision_dtype
+        # pyrefly: ignore[missing-attribute]  # set in `__init__`
         return torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None)
 
     @property
