@@ -4,7 +4,7 @@ Task files name the number in one of four ways. A task belongs to all models of 
 must not reach the next.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ def with_answer_tokens(generation_kwargs: Mapping[str, Any] | None, number: int)
 
 
 @contextmanager
-def limited_answers(task: Task, max_length: int) -> Iterator[None]:
+def limited_answers(task: Task, max_length: int) -> Generator[None]:
     """Within the block, let a task reserve at most half of a model's context for its answer.
 
     A task may reserve more tokens than a short context has. The other half is left to the prompt.

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
@@ -165,10 +165,13 @@ class LanguageModel(TemplateLM):
             name = pretrained
         else:
             self._device, name = pretrained.device, pretrained.name_or_path
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        self.tokenizer: Any
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            self.tokenizer = tokenizer
+        else:
             adds = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer or name, **hub, **adds)
-        self.tokenizer: Any = tokenizer
+            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or name, **hub, **adds)
+        # pyrefly: ignore[bad-argument-type, missing-attribute]  # annotated as if there might be no tokenizer
         check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model")
         if isinstance(pretrained, str):
             loading.setdefault("device_map", "auto" if parallelize else {"": str(self._device)})
@@ -524,6 +527,7 @@ class LanguageModel(TemplateLM):
 
     def _autocast(self) -> torch.autocast:
         dtype = self.mixed_precision_dtype
+        # pyrefly: ignore[missing-attribute]  # set in `__init__`
         return torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None)
 
     @property
@@ -542,7 +546,7 @@ class LanguageModel(TemplateLM):
         return getattr(self.model, "get_base_model", lambda: self.model)()
 
     @contextmanager
-    def _greedy_settings(self) -> Iterator[None]:
+    def _greedy_settings(self) -> Generator[None]:
         """Remove the settings in `_NOT_GREEDY` from the model within the block.
 
         An argument of `generate` cannot do this: there, None means the model's own setting.
@@ -586,7 +590,7 @@ class LanguageModel(TemplateLM):
     @contextmanager
     def _reported(
         self, total: int, kind: str, is_silent: bool, reports: bool = True
-    ) -> Iterator[Callable[[int], object]]:
+    ) -> Generator[Callable[[int], object]]:
         """Yield a function that shows the number of finished requests: by `progress`, a bar, or not at all."""
         if self.progress is not None and reports:
             yield self.progress

@@ -136,6 +136,7 @@ class SharedPrefixLM(LanguageModel):
         """
         last_positions = [[len(row) - 1] for row in tokens]
         entries = _copy_entries(cache, [0] * len(tokens))
+        # pyrefly: ignore[bad-return]  # with `use_cache` there is a cache
         return self._forward(tokens, last_positions, self.abilities, entries, use_cache=True)[1]
 
     def _score_rows(
@@ -269,7 +270,7 @@ def _copy_entries(cache: Cache | None, entries: Sequence[int]) -> Cache | None:
         return None
     copies = copy.deepcopy(cache)
     # The method of beam search, which reorders every kind of layer. `batch_select_indices` omits linear attention.
-    copies.reorder_cache(torch.tensor(entries))
+    copies.reorder_cache(torch.tensor(entries))  # pyrefly: ignore[bad-argument-type]  # any tensor of integers
     return copies
 
 

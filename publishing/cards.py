@@ -166,6 +166,7 @@ def without_template(text: str) -> str:
     """Return a card, or only its metadata if its text is the unfilled template of `transformers`."""
     metadata, body = split_card(text)
     try:
+        # pyrefly: ignore[bad-argument-type]  # `data` of a `ModelCard` is a `ModelCardData`
         template = ModelCard.from_template(read_model_card(text).data, model_description=_TEMPLATE)
     except (TypeError, ValueError):  # the template cannot hold this metadata
         return text

@@ -7,7 +7,7 @@ commit can contain its own hash.
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
@@ -325,7 +325,7 @@ def _check_token() -> None:
 
 
 @contextmanager
-def explained(repo: str) -> Iterator[None]:
+def explained(repo: str) -> Generator[None]:
     """Turn errors of the Hub, and of the connection to it, into errors of one line with a remedy.
 
     Args:

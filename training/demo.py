@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from transformers import (
 
 from attnres.analysis import DepthAttention, depth_attention
 from attnres.analysis.loss_figures import plot_paired_runs
-from attnres.checkpoints.checkpoint import find
+from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
@@ -235,7 +235,7 @@ class _Demo:
     def from_checkpoint(self, checkpoint: str) -> dict[str, Any]:
         """Retrofit a standard model, then train both models further."""
         # Code that comes with a checkpoint does not run, and the files of the demo do not refer to it.
-        folder = find(checkpoint)
+        folder = Checkpoint.open(checkpoint).folder
         retrofit_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))  # refuses an unsupported backbone
         tokenizer = open_tokenizer(checkpoint)
         held_out = self.write_text(tokenizer)
@@ -506,7 +506,7 @@ def _progress(console: Console) -> ProgressBar:
 
 
 @contextlib.contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
+def _torch_threads(threads: int) -> Generator[None]:
     """Set the number of PyTorch's threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -6,7 +6,7 @@ and `data.json` with digests of data and model. A run that would continue anothe
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -106,7 +106,7 @@ def _read_run_recipe(out: Path) -> Recipe:
 
 
 @contextmanager
-def hold_folder(out: Path, recipe: Recipe) -> Iterator[None]:
+def hold_folder(out: Path, recipe: Recipe) -> Generator[None]:
     """Lock the folder of a run while the block trains into it, and write the recipe of a new run there.
 
     Only the first process calls it. The lock belongs to this process: if the launcher is killed and this process

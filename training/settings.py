@@ -4,7 +4,7 @@ Pydantic converts and checks the values. The command line reads a recipe before 
 no heavy package.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
 from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal
@@ -146,7 +146,7 @@ class ShardingSettings(Settings):
 
 
 @contextmanager
-def explained(subject: str) -> Iterator[None]:
+def explained(subject: str) -> Generator[None]:
     """Turn Pydantic's error inside the block into a ValueError of one line.
 
     Args:

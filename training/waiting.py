@@ -1,7 +1,7 @@
 """Let the processes of a run wait for the first one, no longer than a time limit."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ _BEAT = 1.0  # seconds between two signs of life of the first process
 
 
 @contextmanager
-def first_process_first(state: PartialState, seconds: int) -> Iterator[None]:
+def first_process_first(state: PartialState, seconds: int) -> Generator[None]:
     """Run the block in the first process, and afterwards in the others, however long the first one takes.
 
     The first process may tokenise for hours, so that a limit of its time would be wrong. In another thread it gives a

@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .packaged import package_folder
+
 ENTRY_POINTS = "attnres.connections"
 # The package, which has no folder, of the modules that are made of imported files.
 IMPORTED = "attnres_imports"
@@ -109,10 +111,12 @@ def register_connection(connection: Any) -> None:
         connection.__qualname__,
         tuple(connection.retrofit_options()),
         fields,
-        *(of_class.get(name, "") for name in ("summary", "reference", "used_by")),
-        connection.state_size,
-        exact,
-        of_class.get("measured", {}),
+        summary=of_class.get("summary", ""),
+        reference=of_class.get("reference", ""),
+        used_by=of_class.get("used_by", ""),
+        state_size=connection.state_size,
+        exact=exact,
+        measured=of_class.get("measured", {}),
     )
 
 
@@ -124,13 +128,13 @@ def declared_connections() -> dict[str, DeclaredConnection]:
 @cache
 def presets() -> dict[str, dict[str, Any]]:
     """Return the fields of each preset of a connection."""
-    return ast.literal_eval(_assigned(_parse(_folder("attnres") / "family.py"), "PRESETS"))
+    return ast.literal_eval(_assigned(_parse(package_folder("attnres") / "family.py"), "PRESETS"))
 
 
 @cache
 def backbones() -> tuple[str, ...]:
     """Return the model types of `transformers` whose decoders can have other residual connections."""
-    table = _assigned(_parse(_folder("attnres") / "configuration_attnres.py"), "BACKBONES")
+    table = _assigned(_parse(package_folder("attnres") / "configuration_attnres.py"), "BACKBONES")
     return tuple(key.value for key in table.keys)
 
 
@@ -142,7 +146,7 @@ def _sources() -> tuple[tuple[str, Path], ...]:
 @cache
 def _own_files() -> tuple[tuple[str, Path], ...]:
     """Return import name and path of this package's files, and of those that entry points name."""
-    own = ((f"attnres.{path.stem}", path) for path in sorted(_folder("attnres").glob("*_attnres.py")))
+    own = ((f"attnres.{path.stem}", path) for path in sorted(package_folder("attnres").glob("*_attnres.py")))
     specs = ((module, find_spec(module)) for module in entry_point_modules())
     return (*own, *((module, Path(spec.origin)) for module, spec in specs if spec is not None and spec.origin))
 
@@ -179,29 +183,27 @@ def _read(sources: tuple[tuple[str, Path], ...]) -> tuple[dict[str, DeclaredConn
         name, bases = _literal([node], "name"), [*lineage(title)]
         if not isinstance(name, str) or "ResidualConnection" not in (base.name for base in bases):
             continue
-        plan = next(item for base in bases for item in base.body if getattr(item, "name", "") == "plan_retrofit")
-        arguments = plan.args.args[len(plan.args.args) - len(plan.args.defaults) :]
+        methods = (item for base in bases for item in base.body if isinstance(item, ast.FunctionDef))
+        parameters = next(method.args for method in methods if method.name == "plan_retrofit")
+        arguments = parameters.args[len(parameters.args) - len(parameters.defaults) :]
         fields = next(filter(None, (_assigned(base, "fields") for base in bases)))
-        names = [key.value for key in fields.keys] if isinstance(fields, ast.Dict) else annotated(_declaration(fields))
+        names = [*ast.literal_eval(fields)] if isinstance(fields, ast.Dict) else annotated(_declaration(fields))
         # A later class takes the place of its base of the same name.
         declared[name] = DeclaredConnection(
             modules[title],
             title,
             (*_literal(bases, "options"), *(argument.arg for argument in arguments)),
             (*names, *added),
-            *(_literal([node], key) or "" for key in ("summary", "reference", "used_by")),
-            _literal(bases, "state_size"),
-            _literal(bases, "exact") or ("no" if _literal(bases, "retrofit") is None else "yes"),
-            _literal([node], "measured") or {},
+            summary=_literal([node], "summary") or "",
+            reference=_literal([node], "reference") or "",
+            used_by=_literal([node], "used_by") or "",
+            state_size=_literal(bases, "state_size"),
+            exact=_literal(bases, "exact") or ("no" if _literal(bases, "retrofit") is None else "yes"),
+            measured=_literal([node], "measured") or {},
         )
     for name, preset in presets().items():
         declared[name] = declared[preset["residual_connection"]]
     return declared, added
-
-
-def _folder(package: str) -> Path:
-    """Return the folder of a package without importing it."""
-    return Path(find_spec(package).submodule_search_locations[0])
 
 
 def _parse(path: Path) -> ast.Module:
@@ -215,14 +217,16 @@ def _classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
 def _annotations(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
     """Yield the annotated names in the body of a class, with their annotations."""
     for item in node.body:
-        if isinstance(item, ast.AnnAssign):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             yield item.target.id, item.annotation
 
 
 def _assigned(node: ast.Module | ast.ClassDef, name: str) -> Any:
     """Return the expression that a module or class assigns to a name; `None` if it assigns none."""
     for item in node.body:
-        targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
+        if not isinstance(item, ast.Assign | ast.AnnAssign):
+            continue
+        targets = item.targets if isinstance(item, ast.Assign) else [item.target]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return item.value
     return None
