@@ -16,10 +16,10 @@ from .registration import IMPLEMENTATIONS, inference_plan, register, training_pl
 from .training_plan import TrainingPlan
 
 if TYPE_CHECKING:
-    from .interface import DeltaAttention
+    from .interface import DeltaAttentionLayer
 
 
-def accelerate_delta_attention(attention: "DeltaAttention") -> None:
+def accelerate_delta_attention(attention: "DeltaAttentionLayer") -> None:
     """Replace functions of a delta attention layer by ones that are faster without a GPU kernel; its weights stay.
 
     Args:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 if TYPE_CHECKING:
-    from .interface import DeltaAttention
+    from .interface import DeltaAttentionLayer
 
 # Up to this length pairs of tokens are multiplied channel by channel: smaller matrix products cost more than they save.
 LEAF = 4
@@ -253,7 +253,7 @@ def convolve_step(inputs: Tensor, state: Tensor, weight: Tensor, bias: Tensor | 
     return causal_conv1d_update(inputs, state, weight=weight, bias=bias, activation=activation)
 
 
-def accelerate(attention: "DeltaAttention") -> None:
+def accelerate(attention: "DeltaAttentionLayer") -> None:
     """Make a `DeltaAttention` of the model's files use the functions above; its weights stay."""
     attention.chunk, attention.step, attention.convolve_step = chunk, step, convolve_step
     # A partial function, because a copied or unpickled layer would keep a bound method of the original.

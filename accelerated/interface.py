@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         block_size: int
         sublayer: int
 
-    class DeltaAttention(nn.Module):
+    class DeltaAttentionLayer(nn.Module):
         """A layer of the models' class for delta attention, whose functions are attributes."""
 
         chunk: Callable[..., tuple[Tensor, Tensor | None]]

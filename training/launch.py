@@ -46,8 +46,8 @@ class Launch(BaseModel):
         return next((name for name, is_used in engines.items() if is_used), None)
 
 
-class Batch(NamedTuple):
-    """The division of a batch among processes.
+class BatchShare(NamedTuple):
+    """The share of a batch that each process computes.
 
     Attributes:
         ranks: The processes that compute the same sequences: of a tensor-parallel group or of a pipeline.
@@ -114,7 +114,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> None:
     divide_batch(recipe, launch.processes)
 
 
-def divide_batch(recipe: Recipe, processes: int) -> Batch:
+def divide_batch(recipe: Recipe, processes: int) -> BatchShare:
     """Divide the batch of a recipe among processes.
 
     Args:
@@ -142,7 +142,7 @@ def divide_batch(recipe: Recipe, processes: int) -> Batch:
             f"`pipeline.microbatches` of the recipe is {recipe.pipeline.microbatches}, but must divide the {micro} "
             "sequences that a pipeline computes at once (`micro_batch_size`): make one a multiple of the other."
         )
-    return Batch(ranks, micro, accumulated)
+    return BatchShare(ranks, micro, accumulated)
 
 
-__all__ = ["Batch", "Launch", "check_launch", "divide_batch", "read_launch"]
+__all__ = ["BatchShare", "Launch", "check_launch", "divide_batch", "read_launch"]
