@@ -49,9 +49,9 @@ class TrainingPlan:
             for the next read.
         """
         key_norm, norm = self._modules[id(connection)]
-        weight = None if norm is None else norm._parameters["weight"]
-        if norm is not None and weight is not None and not torch.compiler.is_compiling():
-            following = FollowingNorm(weight, vars(norm)["variance_epsilon"])
+        if not torch.compiler.is_compiling():
+            weight = None if norm is None else norm._parameters["weight"]
+            following = None if weight is None else FollowingNorm(weight, vars(norm)["variance_epsilon"])
             attended = self._attend(
                 connection._parameters["weight"],
                 state if isinstance(state, tuple) else (state,),
@@ -63,7 +63,7 @@ class TrainingPlan:
             )
             if attended is not None:
                 result, _, sources = attended
-                return result, norm is not None, sources
+                return result, following is not None, sources
         result, _, state = connection(state, key_norm())
         return result, False, state
 

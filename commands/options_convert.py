@@ -57,6 +57,7 @@ def convert(
         typer.Option(
             metavar="NAME",
             callback=_check_residual,
+            autocompletion=lambda: list(connections()),
             help=f"Residual connection to put in: {describe_connections()}.",
         ),
     ] = DEFAULT_RESIDUAL,

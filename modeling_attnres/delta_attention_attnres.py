@@ -19,7 +19,8 @@ from transformers import Cache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from .rows_attnres import Rows, is_start
+from .padding_attnres import Rows
+from .rows_attnres import is_start
 
 
 def convolve(

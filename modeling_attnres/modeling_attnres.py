@@ -30,9 +30,9 @@ from .decoder_attnres import (
 from .delta_attention_attnres import DeltaAttention
 from .functional_attnres import accelerated
 from .kimi_linear_configuration_attnres import AttnResConfig
-from .padding_attnres import read_rows
+from .padding_attnres import Rows, read_rows
 from .pretrained_attnres import ResidualPreTrainedModel
-from .rows_attnres import Rows, cache_of
+from .rows_attnres import cache_of
 
 
 class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLayer):

@@ -8,7 +8,7 @@ of masks that say more.
 import warnings
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,7 @@ from transformers.utils import is_tracing
 from .residual_attnres import FamilyWarning
 from .rows_attnres import (
     Arguments,
-    Rows,
     cache_of,
-    documents_under_mask,
     find_documents,
     is_start,
     keep_apart,
@@ -36,6 +34,24 @@ _HIDDEN = -100.0  # a number that is added to scores and is lower than this hide
 # Name of an attribute that this file sets on a cache: `[batch, tokens]`, false for padding, which the cache itself does
 # not mark. As an attribute, it stays with the cache when that is copied or saved.
 _REAL = "attnres_real_tokens"
+
+
+class Rows(NamedTuple):
+    """The rows of one forward pass, as delta attention reads them; without values, each row is one text.
+
+    It is a named tuple because engines that move arguments to other devices, and tracers, look for tensors in those.
+    """
+
+    documents: Tensor | None = None
+    """`[batch, seq]`, the number of each token's document; neighbouring documents differ. `None`: one in each row."""
+    borders: Tensor | None = None
+    """The documents' borders in all rows together, for GPU kernels; `None` where they are not known."""
+    is_real: Tensor | None = None
+    """`[batch, seq]`, false for padding, which is set to zero; `None`: no token is padding."""
+    order: Tensor | None = None
+    """`[batch, seq]`, the indices of the tokens with real ones first, where a recurrence has to skip padding.
+
+    `documents` and `is_real` are in this order. `None`: it is enough to set padding to zero."""
 
 
 def read_rows(
@@ -300,3 +316,27 @@ def _apply_square_mask(
         full = torch.zeros_like(full, dtype=dtype).masked_fill(~full, torch.finfo(dtype).min)
     masks = {"full_attention": full, "linear_attention": None}
     return arguments | {"attention_mask": masks}, by_mask, is_real
+
+
+def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
+    """Find the documents in rows with padding.
+
+    A document begins at a real token whose position is not above that of the last real token before it. Positions of
+    padding before the first real token, which `generate` sets to a constant, begin no document.
+
+    Args:
+        positions: `[batch, seq]`.
+        is_real: `[batch, seq]`, false for padding.
+
+    Returns:
+        The number of each token's document `[batch, seq]`, or `None` if each row is one document.
+    """
+    lowest = torch.iinfo(positions.dtype).min
+    index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+    # Index of the last real token before each token, -1 where there is none.
+    last = F.pad(index.masked_fill(~is_real, -1).cummax(-1).values[:, :-1], (1, 0), value=-1)
+    before = positions.gather(1, last.clamp(min=0)).masked_fill(last < 0, lowest)
+    documents = (is_real & (positions <= before)).cumsum(-1)
+    if not is_tracing(documents) and not documents[:, -1].any():
+        return None
+    return documents

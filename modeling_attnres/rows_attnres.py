@@ -7,12 +7,12 @@ layer, and a combination that cannot be honoured raises an error. Positions that
 no cache is made, as in `transformers`.
 
 A decoder reads its rows once, before its first layer. For softmax attention, [`keep_apart`] makes the arguments from
-which `transformers` makes its masks. For delta attention, `read_rows` of `padding_attnres` makes [`Rows`].
+which `transformers` makes its masks. For delta attention, `read_rows` of `padding_attnres` makes `Rows`.
 """
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,24 +35,6 @@ NO_CACHE = (
     "rows of several documents cannot fill a cache, in which they would be one text: pass `use_cache=False` and no "
     "cache, or each document as a separate row."
 )
-
-
-class Rows(NamedTuple):
-    """The rows of one forward pass, as delta attention reads them; without values, each row is one text.
-
-    It is a named tuple because engines that move arguments to other devices, and tracers, look for tensors in those.
-    """
-
-    documents: Tensor | None = None
-    """`[batch, seq]`, the number of each token's document; neighbouring documents differ. `None`: one in each row."""
-    borders: Tensor | None = None
-    """The documents' borders in all rows together, for GPU kernels; `None` where they are not known."""
-    is_real: Tensor | None = None
-    """`[batch, seq]`, false for padding, which is set to zero; `None`: no token is padding."""
-    order: Tensor | None = None
-    """`[batch, seq]`, the indices of the tokens with real ones first, where a recurrence has to skip padding.
-
-    `documents` and `is_real` are in this order. `None`: it is enough to set padding to zero."""
 
 
 def cache_of(arguments: Arguments) -> Any:
@@ -320,27 +302,3 @@ def _masks_of_documents(mask: Tensor, documents: Tensor, config: Any, dtype: tor
     embeddings = torch.empty(*mask.shape, 0, dtype=dtype, device=mask.device)
     apart = packed_sequence_mask_function(documents)
     return create_masks_for_generate(config, embeddings, mask, None, and_mask_function=apart)
-
-
-def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:
-    """Find the documents in rows with padding.
-
-    A document begins at a real token whose position is not above that of the last real token before it. Positions of
-    padding before the first real token, which `generate` sets to a constant, begin no document.
-
-    Args:
-        positions: `[batch, seq]`.
-        is_real: `[batch, seq]`, false for padding.
-
-    Returns:
-        The number of each token's document `[batch, seq]`, or `None` if each row is one document.
-    """
-    lowest = torch.iinfo(positions.dtype).min
-    index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-    # Index of the last real token before each token, -1 where there is none.
-    last = F.pad(index.masked_fill(~is_real, -1).cummax(-1).values[:, :-1], (1, 0), value=-1)
-    before = positions.gather(1, last.clamp(min=0)).masked_fill(last < 0, lowest)
-    documents = (is_real & (positions <= before)).cumsum(-1)
-    if not is_tracing(documents) and not documents[:, -1].any():
-        return None
-    return documents

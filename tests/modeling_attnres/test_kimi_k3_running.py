@@ -18,7 +18,7 @@ from attnres.accelerated import delta_attention
 from attnres.configuration import count_parameters, load
 from attnres.kimi_k3_attnres import KimiK3DeltaAttention, situ
 from attnres.kimi_k3_layout_attnres import released_shapes
-from attnres.rows_attnres import Rows
+from attnres.padding_attnres import Rows
 from attnres.training.balance import ExpertBalance, routers
 from attnres.training.lora import add_adapters
 
