@@ -34,7 +34,7 @@ lint: .venv/test.installed
 
 types: .venv/test.installed
 	.venv/bin/python .ci/link_types.py
-	-.venv/bin/pyrefly check --output-format min-text
+	.venv/bin/pyrefly check --output-format min-text
 
 notebooks: .venv/test.installed
 	OMP_NUM_THREADS=1 .venv/bin/python notebooks/execute.py

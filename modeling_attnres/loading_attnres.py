@@ -1,10 +1,9 @@
 """Checks of a checkpoint that is loaded as a model of the family, with errors that name the tensor or the file."""
 
-import json
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -245,16 +244,9 @@ def _is_standard(model: nn.Module, stored: Mapping[str, Any], unexpected: Collec
 
 @contextmanager
 def explain_broken_shard(source: str | os.PathLike, subfolder: str = "") -> Iterator[None]:
-    """Replace errors of a damaged shard or index, which name no file, by an OSError that names the file in `source`."""
+    """Replace errors of a damaged shard, which name no file, by an OSError that names the file in `source`."""
     try:
         yield
-    except (KeyError, TypeError) as error:
-        for path in Path(source, subfolder).glob("*.index.json") if source else ():
-            with suppress(ValueError):
-                index = json.loads(path.read_text(encoding="utf-8"))
-                if isinstance(index, dict) and not isinstance(index.get("metadata"), dict):
-                    raise OSError(f'{path} has no object `metadata`. Add `"metadata": {{}}` to it.') from error
-        raise
     except SafetensorError as error:
         for path in sorted(Path(source, subfolder).glob("*.safetensors")):
             try:

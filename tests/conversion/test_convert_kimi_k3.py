@@ -378,7 +378,7 @@ def test_two_tensors_that_would_get_one_name_are_named(results, tmp_path, refusa
 def test_a_result_has_a_whole_index_though_its_source_has_none(source, tmp_path, layout, removed):
     folder = source(layout)
     change_json(folder / INDEX, *removed, metadata=None)
-    with pytest.raises(OSError, match=r"model.safetensors.index.json has no object `metadata`"):
+    with pytest.raises((KeyError, TypeError)):
         AttnResKimiK3ForCausalLM.from_pretrained(folder)
     assert "Not verified: transformers cannot load the source" in convert_well(folder, tmp_path / "result").out
     index = json.loads((tmp_path / "result" / INDEX).read_text())
