@@ -77,9 +77,8 @@ def test_a_wrong_field_of_a_release_is_named_with_its_file(folder, tmp_path, com
         "push": ("push", source, "me/model", "--dry-run"),
         "finetune": ("train", "finetune", f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *SHORT),
     }
-    assert run_attnres(*arguments[command]).error.startswith(
-        f"{source / 'config.json'} cannot be used: `moe_magic` (3)"
-    )
+    line = run_attnres(*arguments[command]).error
+    assert "`moe_magic` (3)" in line and str(source / "config.json") in line
 
 
 def test_a_publication_of_a_release_without_its_code_names_the_conversion(folder):
