@@ -251,13 +251,18 @@ class ResidualModel(ResidualPreTrainedModel):
         arguments, documents = find_documents(arguments, self.makes_cache(arguments))
         if documents is None:
             return arguments
-        # `_is_stateful` is private, but nothing else in `transformers` marks such backbones.
-        if self._is_stateful:
+        if self.carries_state:
             raise ValueError(
                 f"the row has several documents, but the backbone {self.config.backbone!r} carries a state from one to "
                 "the next: pass each document as a separate row."
             )
         return keep_apart(arguments, documents, self.config, self.get_input_embeddings().weight.dtype)
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether the backbone carries a state through a row, in which documents cannot be kept apart here."""
+        # `_is_stateful` is private, but nothing else in `transformers` marks such backbones.
+        return self._is_stateful
 
     def makes_cache(self, arguments: dict[str, Any]) -> bool:
         """Return whether `transformers` makes a cache in a forward pass with these arguments by name."""

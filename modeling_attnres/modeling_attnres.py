@@ -82,6 +82,11 @@ class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinear
 
     layer_class = AttnResDecoderLayer
 
+    @property
+    def carries_state(self) -> bool:
+        """Whether a layer has linear attention; the class of `transformers` says so of every model."""
+        return "linear_attention" in self.config.layer_types
+
     def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Prepare padding and documents for full attention and delta attention; see the base class."""
         kinds = self.config.layer_types

@@ -68,6 +68,12 @@ def test_each_sign_of_documents_keeps_them_apart(model, documents, row, sign):
     assert error(model(row).logits, expected) > 0.1, "documents do not matter here"
 
 
+@pytest.mark.parametrize("sign", ["position_ids", "cu_seq_lens_q", "seq_idx", "seq_idx, mask"])
+def test_documents_are_kept_apart_without_layers_of_linear_attention(vivid_model, documents, row, sign):
+    model = vivid_model(layer_types=["full_attention"] * 4, mlp_layer_types=["dense"] * 4)
+    assert error(model(row, **SIGNS[sign]).logits, alone(model, documents)) < TOLERANCE
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_documents_of_the_flattening_collator_are_kept_apart(model, documents, implementation):
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
