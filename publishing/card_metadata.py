@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from huggingface_hub import ModelCard
+from huggingface_hub import RepoCard
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 
@@ -14,17 +14,19 @@ def split_card(text: str) -> tuple[str, str]:
     return text[:end], text[end:]
 
 
-def read_model_card(text: str) -> ModelCard:
+def read_model_card(text: str) -> RepoCard:
     """Return a card with its metadata as `data`.
+
+    A `ModelCard` would keep of `model-index` only the fields that it knows, and join the results of several models.
 
     Raises:
         ValueError: The metadata is damaged. The message is one line.
     """
     metadata, body = split_card(text)
     try:
-        # `ModelCard` logs a warning if there is no metadata.
-        card = ModelCard(text if metadata else f"---\n\n---\n\n{body}")
-    except Exception as error:  # PyYAML's constructors and `ModelCardData` raise many kinds
+        # `RepoCard` logs a warning if there is no metadata.
+        card = RepoCard(text if metadata else f"---\n\n---\n\n{body}")
+    except Exception as error:  # PyYAML's constructors and `CardData` raise many kinds
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"its metadata, the YAML between `---` and `---`, is damaged: {reason}") from error
     card.data["language"] = _languages(card.data.get("language"))

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from attnres import AttnResForCausalLM
 from attnres.configuration import load
 from attnres.conversion import retrofit
+from attnres.publishing.card_metadata import add_metadata, read_model_card
 from attnres.publishing.card_parts import part
 from attnres.publishing.cards import CardSubject, add_step, complete, linked, new_card, on_hub
 
@@ -260,3 +261,14 @@ def test_push_to_hub_and_the_trainer_publish_models_that_load(folder, tmp_path):
         assert push.run(PUSHES.format(name="model"))["status"] == 0
         assert push.card("me/direct").rstrip().endswith("## Limits")
         assert push.card("me/direct").count("# direct") == 1
+
+
+def test_results_of_others_in_the_metadata_stay_as_they_are():
+    """`ModelCard` would join the results of two models under one name, and leave out what it does not know."""
+    results = [
+        {"name": name, "results": [{"task": {"type": "t"}, "metrics": [{"type": "acc", "value": 1, "stderr": 0.1}]}]}
+        for name in ("first", "second")
+    ]
+    card = f"---\n{yaml.safe_dump({'model-index': results})}---\n\n# Mine\n"
+    added = read_model_card(add_metadata(card, {"license": "mit"}, {"tags": ["attnres"]})).data.to_dict()
+    assert added == {"model-index": results, "license": "mit", "tags": ["attnres"]}
