@@ -146,7 +146,7 @@ def norms(monkeypatch) -> list[bool]:
 
     def note(*arguments, **options) -> tuple | None:
         attended = attend(*arguments, **options)
-        reads.append(attended is not None and len(arguments) > 6)
+        reads.append(attended is not None and len(arguments) > 6 and arguments[6] is not None)
         return attended
 
     monkeypatch.setattr(direct, "attend", note)
@@ -164,7 +164,8 @@ def test_a_training_step_reads_with_norms_and_keeps_its_gradients(model, norms, 
         torch.testing.assert_close(gradients(model, "triton"), expected, rtol=1e-3, atol=1e-5)
     finally:
         model.gradient_checkpointing_disable()
-    assert norms == [True] * (6 if checkpointing is None else 12)  # a checkpoint reads again in the backward pass
+    # A checkpoint reads again in the backward pass. The output's read has no norm to compute.
+    assert norms.count(True) == (6 if checkpointing is None else 12)
 
 
 @pytest.mark.parametrize("what", ["hook on a norm", "hook on a connection", "other norm", "recorded"])
