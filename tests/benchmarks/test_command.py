@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from attnres import CONNECTIONS
 from attnres.commands import connections as listed
 from benchmarks import command, connections
 
