@@ -19,7 +19,6 @@ from attnres.checkpoints.complete import check_complete, empty_model, has_head
 from attnres.checkpoints.shards import DTYPES
 from attnres.loading_attnres import added_by_kind
 from attnres.residual_attnres import ResidualConnection, residual_tensors
-from attnres.utils.errors import about
 
 from .family import (
     DEFAULT_CONNECTION,
@@ -51,8 +50,7 @@ def plan_retrofit(source: Checkpoint, residual: str = DEFAULT_CONNECTION, **opti
         ValueError: The backbone is not supported or has other connections already, or an option is not valid.
         FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
-    with about(source.config_path):
-        config = retrofit_config(source.config, residual, **options)
+    config = retrofit_config(source.config, residual, **options)
     is_quantized = getattr(source.config, "quantization_config", None) is not None
     if is_gated(config) and not is_gated(source.config) and is_quantized:
         raise ValueError(f"{source.folder} is quantised, and its gates would load as quantised. Convert the original.")
