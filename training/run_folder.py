@@ -12,9 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from attnres.checkpoints.source import COMMIT
 from attnres.utils.files import atomic_write, check_replaceable, check_writable, locked, parents
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
+from attnres.utils.yaml_files import parse_yaml
 
 from .recipe import RUN_LENGTHS, Recipe, read_recipe, write_recipe
 from .settings import Settings
@@ -89,9 +92,14 @@ def _is_run_folder(out: Path) -> bool:
         return False
     if any(out.glob("checkpoint-*")):
         return True
-    # A run writes every key in a fixed order. A recipe that a person wrote, beside other files, looks different.
+    # A run writes every key in a fixed order, as YAML that is written again in the same way. A recipe that a person
+    # wrote, beside other files, looks different.
     text = (out / RECIPE).read_text(encoding="utf-8", errors="replace")
-    return write_recipe(_read_run_recipe(out)) == text
+    keys = [*parse_yaml(write_recipe(_read_run_recipe(out)), out / RECIPE)]
+    content = parse_yaml(text, out / RECIPE)
+    # Runs of earlier versions lack this key.
+    orders = keys, [key for key in keys if key != "import"]
+    return [*content] in orders and yaml.safe_dump(content, sort_keys=False, allow_unicode=True) == text
 
 
 def _read_run_recipe(out: Path) -> Recipe:

@@ -52,7 +52,8 @@ DECIDED_BY_RUN = {
     # It would leave out held-out rows too.
     "dataloader_drop_last": None,
 }
-_TYPES = {"bool": StrictBool, "int": Whole, "float": Number}
+_Switch = StrictBool | None  # `TrainingArguments` take `null` for false
+_TYPES = {"bool": _Switch, "int": Whole, "float": Number}
 # YAML reads `no` as `false`.
 _Strategy = Annotated[Any, BeforeValidator(lambda value: "no" if value is False else value)]
 
@@ -88,16 +89,16 @@ class TrainerFields(Settings):
 
     key = "trainer"
     accelerator_config: AcceleratorSettings | None = None
-    average_tokens_across_devices: StrictBool = True
+    average_tokens_across_devices: _Switch = True
     ddp_timeout: Annotated[Whole, Field(ge=1, le=LONGEST_TIMEOUT)] = 1800  # seconds, the default of `transformers`
     eval_delay: Annotated[Number, Field(ge=0)] = 0.0
     eval_steps: Number | None = None
     eval_strategy: _Strategy = "steps"
-    fp16: StrictBool = False
+    fp16: _Switch = False
     fsdp: Any = None
-    greater_is_better: StrictBool | None = None
+    greater_is_better: _Switch = None
     label_smoothing_factor: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    load_best_model_at_end: StrictBool = False
+    load_best_model_at_end: _Switch = False
     logging_strategy: _Strategy = "steps"
     metric_for_best_model: str | None = None
     neftune_noise_alpha: Number | None = None

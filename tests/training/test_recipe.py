@@ -367,3 +367,9 @@ def test_names_are_taken_as_they_are_written(text, in_file, tmp_path):
     assert {recipe.model, recipe.out, recipe.column, recipe.tokenizer} == {text}
     assert recipe.train == (text, "b.txt")
     assert read_recipe(path, ["steps=4", *lines, "tokenizer=null"]).tokenizer is None
+
+
+def test_null_leaves_a_switch_of_the_trainer_off():
+    switches = ("bf16", "fp16", "load_best_model_at_end", "dataloader_pin_memory")
+    changes = ["model=m", "train=a.txt", "out=o", "steps=1", *(f"trainer.{name}=null" for name in switches)]
+    assert read_recipe("finetune", changes).trainer.given() == dict.fromkeys(switches)

@@ -273,3 +273,19 @@ def test_a_model_that_has_changed_since_the_run_began_is_refused(tmp_path):
     record_run(tmp_path, recipe(tmp_path), before, is_resumed=False)
     with pytest.raises(FileExistsError, match=r"^`model` has changed since the run in .* began"):
         check_data(tmp_path, {"model": ModelSource(str(source)).identity()})
+
+
+@pytest.mark.parametrize("is_of_run", [True, False])
+def test_a_run_of_an_earlier_version_without_a_checkpoint_begins_anew(tmp_path, is_of_run):
+    """Its recipe lacks the key `import`. A recipe with a comment is one that a person wrote."""
+    with hold_folder(tmp_path, recipe(tmp_path)):
+        (tmp_path / DATA).write_text("{}")
+    text = (tmp_path / RECIPE).read_text()
+    before = text.replace("import: []\n", "" if is_of_run else "# by hand\n")
+    assert before != text
+    (tmp_path / RECIPE).write_text(before)
+    if is_of_run:
+        check_folder(tmp_path, recipe(tmp_path))
+    else:
+        with pytest.raises(FileExistsError, match="holds other files"):
+            check_folder(tmp_path, recipe(tmp_path))
