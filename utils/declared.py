@@ -65,12 +65,15 @@ def import_files(paths: Iterable[str | Path]) -> None:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A file is no Python or declares no connection; or another file of this name was imported.
+        ValueError: A file is no Python, declares no connection, or has a name that no import can have; or another file
+            of this name was imported.
     """
     for path in paths:
         path = Path(path).expanduser().resolve()
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path} to import.")
+        if not path.stem.isidentifier():  # code beside weights imports the file by its name
+            raise ValueError(f"{path} cannot be imported by its name: give it one of letters, digits and underscores.")
         module = f"{IMPORTED}.{path.stem}"
         if module in _files and _files[module] != path:
             raise ValueError(f"{path} has the name of {_files[module]}, which was imported. Rename one of them.")
