@@ -182,6 +182,9 @@ def test_an_entry_point_of_an_installed_package_is_found(tmp_path):
     (tmp_path / "my_package-1.0.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n"
     )
-    points = "[attnres.connections]\na = my_package.plain_entry\nb = my_package.absent\n"
+    (tmp_path / "my_package/broken.py").write_text("class A(ResidualConnection:")
+    # Modules that are not there or are no Python do not keep `attnres` from being imported.
+    modules = ("my_package.plain_entry", "my_package.absent", "my_package.broken", "no_such_package.module")
+    points = "[attnres.connections]\n" + "".join(f"{i} = {module}\n" for i, module in enumerate(modules))
     (tmp_path / "my_package-1.0.dist-info/entry_points.txt").write_text(points)
     assert run(READ, PYTHONPATH=str(tmp_path)) == "['plain_entry']\n"
