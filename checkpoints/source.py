@@ -63,10 +63,7 @@ class ModelSource:
         from .checkpoint import Checkpoint
 
         if self.is_named:
-            raise FileNotFoundError(
-                f"{self.name} is a named configuration, which has no weights. For a folder of that name, write "
-                f"./{self.name}."
-            )
+            raise self._without_weights()
         return Checkpoint.open(self.name, self.revision)
 
     def check(self, *, needs_weights: bool = False, is_tokenizer: bool = False) -> None:
@@ -80,6 +77,8 @@ class ModelSource:
             FileNotFoundError: The model cannot be found.
             ValueError: It is the folder of an adapter.
         """
+        if needs_weights and self.is_named and Path(self.name).is_dir():
+            raise self._without_weights()
         if needs_weights or is_tokenizer:
             check_source(self.name, is_tokenizer=is_tokenizer)
         elif not self.is_named:
@@ -201,6 +200,13 @@ class ModelSource:
             with suppress(FileNotFoundError):
                 return f"{COMMIT}{self.checkpoint.folder.name}"  # the folder of a snapshot has this name
         return None
+
+    def _without_weights(self) -> FileNotFoundError:
+        """Return the error that a named configuration is given for a model with weights."""
+        return FileNotFoundError(
+            f"{self.name} is a named configuration, which has no weights. For a folder of that name, write "
+            f"./{self.name}."
+        )
 
     def _missing(self, part: str, error: OSError) -> OSError:
         """Return the error that a part of the model, `model` or `tokenizer`, cannot be read."""

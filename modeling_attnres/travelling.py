@@ -20,7 +20,8 @@ _HERE = Path(__file__).parent
 _REGISTRY = "connections_attnres"
 # In a saved copy, this import of another package must be of the file beside it: `from .residual_attnres import`.
 _IMPORT_OF_FAMILY = re.compile(r"^(\s*from )attnres(?=\.\w+_attnres import )", re.MULTILINE)
-_OTHER_IMPORT = re.compile(r"^\s*(?:from|import) (?:attnres\b|\.\.).*", re.MULTILINE)
+# `transformers` finds a file by a single dot with a name, so not by `from . import` nor `from .folder.file import`.
+_OTHER_IMPORT = re.compile(r"^\s*(?:from|import) (?:attnres\b|\.\.|\. |\.\w+\.).*", re.MULTILINE)
 _RELATIVE_IMPORT = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
 
 
@@ -68,7 +69,9 @@ def _code_of(used: type) -> dict[str, str]:
     waiting = [] if problem else [Path(source)]
     while waiting:
         path = waiting.pop()
-        text = texts[path.name] = _IMPORT_OF_FAMILY.sub(r"\1", path.read_text(encoding="utf-8"))
+        # The registry imports a class by its module, which may be a package.
+        name = f"{used.__module__.rpartition('.')[2]}.py" if path.name == "__init__.py" else path.name
+        text = texts[name] = _IMPORT_OF_FAMILY.sub(r"\1", path.read_text(encoding="utf-8"))
         if path.parent != _HERE and (other := _OTHER_IMPORT.search(text)):
             problem = f"{path.name} has the import `{other[0].strip()}`, which is not of a file that is saved"
         for name in set(_RELATIVE_IMPORT.findall(text)) - {_REGISTRY}:

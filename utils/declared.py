@@ -8,6 +8,7 @@ name by entry points of the group `attnres.connections`, and files that [`import
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -67,12 +68,15 @@ def import_files(paths: Iterable[str | Path]) -> None:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A file is no Python or declares no connection; or another file of this name was imported.
+        ValueError: A file is no Python, declares no connection, or has a name that no import can have; or another file
+            of this name was imported.
     """
     for path in paths:
         path = Path(path).expanduser().resolve()
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path} to import.")
+        if not path.stem.isidentifier():  # code beside weights imports the file by its name
+            raise ValueError(f"{path} cannot be imported by its name: give it one of letters, digits and underscores.")
         module = f"{IMPORTED}.{path.stem}"
         if module in _files and _files[module] != path:
             raise ValueError(f"{path} has the name of {_files[module]}, which was imported. Rename one of them.")
@@ -147,8 +151,19 @@ def _sources() -> tuple[tuple[str, Path], ...]:
 def _own_files() -> tuple[tuple[str, Path], ...]:
     """Return import name and path of this package's files, and of those that entry points name."""
     own = ((f"attnres.{path.stem}", path) for path in sorted(package_folder("attnres").glob("*_attnres.py")))
-    specs = ((module, find_spec(module)) for module in entry_point_modules())
-    return (*own, *((module, Path(spec.origin)) for module, spec in specs if spec is not None and spec.origin))
+    paths = ((module, _path_of(module)) for module in entry_point_modules())
+    return (*own, *((module, path) for module, path in paths if path is not None))
+
+
+def _path_of(module: str) -> Path | None:
+    """Return the path of another package's module; `None` if it cannot be found, or is no Python."""
+    # `attnres` warns of the mistake when it loads the module. To find a module, Python imports its package.
+    with suppress(Exception):
+        spec = find_spec(module)
+        if spec is not None and spec.origin:
+            _parse(Path(spec.origin))
+            return Path(spec.origin)
+    return None
 
 
 @cache

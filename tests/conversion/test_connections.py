@@ -292,7 +292,7 @@ def test_static_weights_cannot_be_regrouped(sources, tmp_path):
             1,
             "`residual_streams` is False, but must be an integer",
         ),
-        ("--block-size 2 --set attn_res_block_size=3", 1, "give one of block_size and attn_res_block_size, not both."),
+        ("--block-size 2 --set attn_res_block_size=3", 1, "give one of block_size and attn_res_block_size, not both"),
         (
             "--residual residual_scalars --set residual_scalars_start=nanochat",
             1,

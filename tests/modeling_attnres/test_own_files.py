@@ -1,5 +1,6 @@
 """Residual connections in files of a user: how they are found, and how their code travels with saved models."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from attnres import register_residual_connection
 from attnres.publishing.publication import plan_publication
+from attnres.residual_attnres import FamilyWarning
 from attnres.training.recipe import Recipe, read_recipe, write_recipe
 from attnres.utils import declared
 from attnres.utils.declared import declared_connections, import_files
@@ -104,6 +107,40 @@ def test_a_file_without_a_connection_is_refused(tmp_path, text, message):
         import_files([tmp_path / "missing.py"])
 
 
+def test_a_file_whose_name_no_import_can_have_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"plain-dash\.py cannot be imported by its name"):
+        import_files([write(tmp_path, "plain_dash").rename(tmp_path / "plain-dash.py")])
+
+
+def save_config(name: str, folder: Path) -> set[str]:
+    """Save a configuration with a connection, and return the names of the Python files."""
+    AutoConfig.for_model("attnres_llama", residual_connection=name, **SMALL).save_pretrained(folder)
+    return {file.name for file in folder.glob("*.py")}
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("plain_dot", "from . import beside"), ("plain_deep", "from .below.beside import X")]
+)
+def test_an_import_that_is_not_followed_is_named(tmp_path, name, line):
+    (tmp_path / "below").mkdir()
+    for folder in (tmp_path, tmp_path / "below"):
+        (folder / "beside.py").write_text("X = 1\n")
+    import_files([write(tmp_path, name, f"{line}\n")])
+    with pytest.warns(FamilyWarning, match=f"has the import `{line}`, which is not of a file that is saved"):
+        assert f"{name}.py" not in save_config(name, tmp_path / "model")
+
+
+def test_the_connection_of_a_package_travels_as_the_file_that_its_import_names(tmp_path, monkeypatch):
+    (tmp_path / "plain_package").mkdir()
+    (tmp_path / "plain_package/beside.py").write_text("X = 1\n")
+    path = write(tmp_path / "plain_package", "plain_package", "from .beside import X\n\n_ = X\n")
+    path.rename(path.with_name("__init__.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    register_residual_connection(importlib.import_module("plain_package").Plain)
+    names = save_config("plain_package", tmp_path / "model")
+    assert {"plain_package.py", "beside.py"} <= names and "__init__.py" not in names
+
+
 def test_a_recipe_imports_the_file_of_its_connection(tmp_path):
     path = write(tmp_path, "plain_recipe")
     (tmp_path / "mine.yaml").write_text(f"model: m\ntrain: a.txt\nout: o\nsteps: 1\nimport: {path}\n")
@@ -145,6 +182,9 @@ def test_an_entry_point_of_an_installed_package_is_found(tmp_path):
     (tmp_path / "my_package-1.0.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n"
     )
-    points = "[attnres.connections]\na = my_package.plain_entry\nb = my_package.absent\n"
+    (tmp_path / "my_package/broken.py").write_text("class A(ResidualConnection:")
+    # Modules that are not there or are no Python do not keep `attnres` from being imported.
+    modules = ("my_package.plain_entry", "my_package.absent", "my_package.broken", "no_such_package.module")
+    points = "[attnres.connections]\n" + "".join(f"{i} = {module}\n" for i, module in enumerate(modules))
     (tmp_path / "my_package-1.0.dist-info/entry_points.txt").write_text(points)
     assert run(READ, PYTHONPATH=str(tmp_path)) == "['plain_entry']\n"

@@ -261,10 +261,10 @@ def test_saving_names_the_classes_of_this_family_in_place_of_the_published_ones(
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["AttnResForCausalLM"]
     assert {reference.split(".")[0] for reference in config["auto_map"].values()} == {
-        "configuration_attnres",
+        "kimi_linear_configuration_attnres",
         "modeling_attnres",
     }
-    assert {path.stem for path in folder.glob("*.py")} >= {"configuration_attnres", "modeling_attnres"}
+    assert {path.stem for path in folder.glob("*.py")} >= {"kimi_linear_configuration_attnres", "modeling_attnres"}
 
 
 def test_saving_writes_the_published_names_and_tensors_back_with_the_new_ones(saved, published):
