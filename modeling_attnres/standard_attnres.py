@@ -1,6 +1,9 @@
 """The backbone's own residual stream: `h_l = v_0 + v_1 + ... + v_{l-1}`. A model with it is the backbone."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from .residual_attnres import ResidualConnection
 
@@ -13,6 +16,11 @@ class StandardResidual(ResidualConnection):
     used_by = "most models"
     measured = {"step": "1"}
     retrofit = {}
+
+    @classmethod
+    def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> None:
+        """Return `None`: it is the standard residual, whatever tensors the connections of a model have now."""
+        return None
 
     def mix(self, state: Tensor, coefficients: None) -> tuple[Tensor, Tensor]:
         """Return the running sum as input and as state."""
