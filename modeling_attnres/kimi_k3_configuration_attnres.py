@@ -439,7 +439,7 @@ def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     composite = {name: fields.pop(name) for name in [*fields] if name not in known}
     quantization = text.get("quantization_config") or fields.get("quantization_config")
     # Of two values of a field that describes the file, that of the composite model holds.
-    kept = {name for name in text if name not in _OF_CODE and not (name in _OF_FILE and name in fields)}
+    kept = [name for name in text if name not in _OF_CODE and not (name in _OF_FILE and name in fields)]
     flat = fields | {name: text[name] for name in kept} | {"quantization_config": quantization}
     return flat, {"checkpoint_layout": COMPOSITE, "composite_fields": composite or None}
 

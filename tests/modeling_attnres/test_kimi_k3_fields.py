@@ -9,6 +9,7 @@ import torch
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.configuration import load
+from attnres.kimi_k3_configuration_attnres import decode
 
 from . import kimi_k3_release as release
 
@@ -200,3 +201,10 @@ def test_a_model_without_experts_is_saved_with_the_fields_that_llama_cpp_takes()
     again = AttnResKimiK3Config.from_dict(config.to_dict())
     assert again.mlp_layer_types == config.mlp_layer_types == ["dense"] * 8
     assert again.to_dict() == config.to_dict()
+
+
+def test_fields_keep_the_order_of_the_file():
+    file = load("attnres-k3-tiny").to_dict()
+    fields = [*decode(file)]
+    order = [fields.index(name) for name in file["text_config"] if name in fields and name not in file]
+    assert order == sorted(order)
