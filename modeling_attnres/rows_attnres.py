@@ -145,9 +145,8 @@ def _documents_by_numbers(arguments: Arguments, shape: tuple[int, int]) -> dict[
         if is_tracing(borders):
             check_values(is_whole, f"{requirement}.")
         else:
-            check_values(
-                is_whole, f"{requirement}; the tokens are {[batch, length]}, the borders {_abridged(borders)}."
-            )
+            given = f"the tokens are {[batch, length]}, and the borders begin with {borders.flatten()[:9].tolist()}"
+            check_values(is_whole, f"{requirement}; {given}.")
         signs[name] = None
         if len(borders) > 2:
             tokens = torch.arange(length, device=borders.device)
@@ -176,11 +175,6 @@ def check_values(condition: Tensor | bool, message: str) -> None:
         torch._assert_async(condition, message)
     elif not condition:
         raise ValueError(message)
-
-
-def _abridged(tensor: Tensor) -> str:
-    """Return the values of a short tensor, or the shape of a long one, for a message."""
-    return str(tensor.tolist() if tensor.numel() < 10 else f"of shape {list(tensor.shape)}")
 
 
 def is_start(documents: Tensor) -> Tensor:
