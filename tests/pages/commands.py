@@ -19,7 +19,6 @@ ELSEWHERE = {
     "accelerate launch": "takes several devices; tests/training/parallel/test_many_devices.py, with two processes",
     "python -m venv --system-site-packages peers": "as `pip install`",
     "peers/bin/p": "packages of a registry; tests/benchmarks/test_host.py, with what is installed",
-    "env ATEN_CPU_CAPABILITY": "as `python -m benchmarks`",
     "python -m benchmarks": "a quarter of an hour; tests/commands/test_bench.py, part by part with --quick",
     "python -m experiments": "hours; tests/experiments, on little text",
     "hf download roneneldan/TinyStories": "the Hub, which tests do without",
