@@ -26,6 +26,8 @@ def read_model_card(text: str) -> RepoCard:
     try:
         # `RepoCard` logs a warning if there is no metadata.
         card = RepoCard(text if metadata else f"---\n\n---\n\n{body}")
+        if not isinstance(card.data.get("model-index", []), list):  # the Hub would refuse it after a repository is made
+            raise TypeError("`model-index` must be a list")
     except Exception as error:  # PyYAML's constructors and `CardData` raise many kinds
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"its metadata, the YAML between `---` and `---`, is damaged: {reason}") from error

@@ -342,7 +342,7 @@ BROKEN = {
     "a bad card": (lambda f: (f / "README.md").write_text("---\n- a\n- b\n---\n"), r"README\.md cannot be read"),
     "a bad model index in the card": (
         lambda f: (f / "README.md").write_text("---\nmodel-index: 5\n---\n"),
-        r"README\.md: \"model-index\" must be an array",
+        r"README\.md cannot be read: .*`model-index` must be a list",
     ),
     "bad YAML in the card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), r"README\.md cannot be read"),
     "bad results": (

@@ -252,9 +252,10 @@ def test_a_folder_with_a_recipe_that_a_person_wrote_is_not_taken_for_a_run(tmp_p
 
 
 def test_another_commit_of_a_model_on_the_hub_is_refused_with_both_names(monkeypatch, tmp_path):
-    on_hub = Recipe("org/model", ("a.txt",), "out", steps=8)
     for commit in ("1a2b", "3c4d"):
-        monkeypatch.setattr(checkpoint, "find", lambda source, revision, commit=commit: tmp_path / "snapshots" / commit)
+        on_hub = Recipe("org/model", ("a.txt",), "out", steps=8)
+        (snapshot := tmp_path / "snapshots" / commit).mkdir(parents=True)
+        monkeypatch.setattr(checkpoint, "_download", lambda name, revision, snapshot=snapshot: snapshot)
         if commit == "1a2b":
             record_run(tmp_path, on_hub, {"model": on_hub.source.identity()}, is_resumed=False)
             check_data(tmp_path, {"model": on_hub.source.identity()})
