@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -19,9 +18,8 @@ def describe(device: str) -> dict:
     """Return the machine, versions, commit and date. `device` is `"cpu"` or a CUDA device."""
     machine = {
         "processor": _processor(),
-        "cores": psutil.cpu_count(logical=False),
+        **_cores_and_memory(),
         "logical_cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
@@ -52,11 +50,25 @@ class Others:
     @staticmethod
     def _seconds() -> tuple[float, float, float]:
         """Return busy seconds of all processes, busy seconds of this process and its children, and idle seconds."""
+        import psutil  # a measurement on a GPU, which does without this package, does not come here
+
         system, process = psutil.cpu_times(), psutil.Process().cpu_times()
         idle = system.idle + getattr(system, "iowait", 0.0)
         # The times `guest` and `guest_nice` are already in `user` and `nice`.
         busy = sum(system) - idle - getattr(system, "guest", 0.0) - getattr(system, "guest_nice", 0.0)
         return busy, sum(process[:4]), idle
+
+
+def _cores_and_memory() -> dict[str, float | None]:
+    """Return the cores, and the memory in GiB; `None` where `psutil` is not installed, as on a machine with a GPU."""
+    try:
+        import psutil
+    except ImportError:
+        return {"cores": None, "memory_gib": None}
+    return {
+        "cores": psutil.cpu_count(logical=False),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
 
 
 def _processor() -> str:
