@@ -96,8 +96,8 @@ def _notes(row: "ReportRow", software: Mapping[str, str], baseline: str | None) 
     scoring = f"{name} {_SCORING.get(row.output_type, '')}".strip()
     unit = " in percent" if row.is_percent else ", not in percent"
     facts = [f"{row.shots}-shot", f"{scoring}{unit}", f"{row.items:,} items"]
-    if row.second:
-        second_metric, second_filter = row.second.benchmark.metric.split(",")
+    if row.second and row.benchmark.second:
+        second_metric, second_filter = row.benchmark.second.split(",")
         facts.append(f"{second_metric} ({second_filter}) {row.second.score.value:.2f}")
     if row.score.stderr is not None:
         facts.append(f"standard error {row.score.stderr:.2f}")
