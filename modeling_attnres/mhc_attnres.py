@@ -1,4 +1,4 @@
-"""Manifold-constrained Hyper-Connections (mHC, arXiv 2512.24880): n residual streams, mixed doubly stochastically.
+"""Manifold-constrained Hyper-Connections (mHC, arXiv 2512.24880): n streams, mixed doubly stochastically by Sinkhorn.
 
     x = RMSNorm(flatten(X)),   H_pre = sigmoid(a_1 F_1 x + b_1),   H_post = 2 sigmoid(a_2 F_2 x + b_2)        both [n]
     H_res = Sinkhorn(a_3 F_3 x + b_3)   [n, n]
