@@ -94,6 +94,7 @@ _WITHOUT_EFFECT = (
     "_name_or_path", "attn_implementation", "experts_implementation", "name_or_path", "num_labels", "torch_dtype",
     "output_attentions", "pruned_heads", "torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict",
     "add_cross_attention", "cross_attention_hidden_size", "is_decoder", "tie_encoder_decoder",
+    "distributed_config",  # an object that `transformers` sets on the configuration of a sharded model
 )  # fmt: skip
 # Fields that describe the file, not the model.
 _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
