@@ -277,7 +277,7 @@ class Monitor(LoggedCallback):
         if isinstance(mask, Tensor) and mask.shape == ids.shape and mask[0].any():
             rows = {name: row[mask[0].bool()] for name, row in rows.items()}
         # Ranks that divide a sequence get equal parts. So their mean is that of all tokens.
-        ranks = getattr(self._model, "tp_size", None) or 1
+        ranks = getattr(vars(self).get("_model"), "tp_size", None) or 1  # there is no model outside of training
         count = min(len(rows["input_ids"]), self.slice_tokens)
         return {name: row[None, : max(count - count % ranks, 1)] for name, row in rows.items()}
 
