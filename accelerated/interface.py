@@ -17,7 +17,7 @@ INTERFACE = 4
 
 
 class Decoder(Protocol):
-    """What a plan reads of a decoder."""
+    """The attributes of a decoder that a plan reads."""
 
     config: Any
     layers: Any  # the decoder layers in order, each with its `sublayers`
@@ -27,7 +27,7 @@ class Decoder(Protocol):
 if TYPE_CHECKING:
 
     class Connection(nn.Module):
-        """What a plan reads of a connection. The models' class is not imported here."""
+        """The attributes of a connection that a plan reads. The class in the models' files is not imported here."""
 
         weight: nn.Parameter
         eps: float

@@ -120,7 +120,7 @@ class Checkpoint:
 
     @property
     def is_kimi_k3(self) -> bool:
-        """Whether the model is Kimi K3, whatever model type the configuration names."""
+        """Return whether the model is Kimi K3. Its configuration may name the model type of Kimi Linear."""
         return is_kimi_k3(self.fields)
 
     @cached_property
@@ -189,7 +189,7 @@ class Checkpoint:
 
     @cached_property
     def has_adapter(self) -> bool:
-        """Whether the directory holds an adapter of PEFT."""
+        """Return whether the directory holds an adapter of PEFT."""
         return (self.folder / ADAPTER_CONFIG).is_file()
 
     @cached_property
@@ -237,7 +237,7 @@ class Checkpoint:
 
     @property
     def has_weights(self) -> bool:
-        """Whether `transformers` would load the weights of the directory, and their headers can be read."""
+        """Return whether `transformers` would load the weights of the directory, and their headers can be read."""
         # It loads an adapter in the directory instead, onto a base from another checkpoint.
         return self.weights_path is not None and not self.has_adapter
 
@@ -262,7 +262,7 @@ class Checkpoint:
 
     @property
     def lacks_metadata(self) -> bool:
-        """Whether the index lacks the object `metadata`. `transformers` does not load the weights then."""
+        """Return whether the index lacks the object `metadata`; then `transformers` does not load the weights."""
         return self.index is not None and not isinstance(self.index.get("metadata"), dict)
 
     @cached_property

@@ -39,12 +39,12 @@ class ModelSource:
 
     @cached_property
     def is_named(self) -> bool:
-        """Whether the model is a named configuration, which has no weights."""
+        """Return whether the model is a named configuration, which has no weights."""
         return self.name in configuration_names()
 
     @cached_property
     def is_folder(self) -> bool:
-        """Whether the model is a folder on this machine."""
+        """Return whether the model is a folder on this machine."""
         return not self.is_named and Path(self.name).is_dir()
 
     @property

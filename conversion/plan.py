@@ -245,7 +245,7 @@ def write(
 
 def _link(source: Path, target: Path) -> None:
     try:
-        # `os.link` would link a symbolic link itself, such as those of the Hub's cache.
+        # The Hub's cache holds symbolic links, and `os.link` would link these instead of their files.
         os.link(source.resolve(), target)
     except OSError as error:
         raise OSError(f"cannot hard-link {source} ({error.strerror}). Leave out --hard-link to copy.") from error

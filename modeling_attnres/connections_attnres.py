@@ -12,7 +12,7 @@ from attnres.residual_attnres import ResidualConnection
 from attnres.utils.declared import declared_connections, presets
 from attnres.value_residual_attnres import ValueResiduals
 
-# The first is the default. `family` adds those of other packages and files.
+# The first connection is the default. `family` adds the connections of other packages and files.
 CONNECTIONS: dict[str, type[ResidualConnection]] = {
     name: getattr(import_module(declared.module), declared.class_name)
     for name, declared in declared_connections().items()

@@ -260,7 +260,7 @@ class ResidualModel(ResidualPreTrainedModel):
 
     @property
     def carries_state(self) -> bool:
-        """Whether the backbone carries a state through a row, in which documents cannot be kept apart here."""
+        """Return whether the backbone carries a state through a row, in which documents cannot be kept apart here."""
         # `_is_stateful` is private, but nothing else in `transformers` marks such backbones.
         return self._is_stateful
 

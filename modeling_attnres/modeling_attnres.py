@@ -84,7 +84,7 @@ class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinear
 
     @property
     def carries_state(self) -> bool:
-        """Whether a layer has linear attention; the class of `transformers` says so of every model."""
+        """Return whether a layer has linear attention; the class of `transformers` says so of every model."""
         return "linear_attention" in self.config.layer_types
 
     def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:

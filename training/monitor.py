@@ -171,7 +171,8 @@ class Monitor(LoggedCallback):
 
     def _ranks_per_batch(self) -> int:
         """Return how many processes compute the same batch: those of a tensor-parallel group."""
-        return getattr(self._model, "tp_size", None) or 1
+        model = vars(self).get("_model")  # there is none outside of training
+        return getattr(model, "tp_size", None) or 1
 
     def on_train_begin(self, args, state, control, model: PreTrainedModel, **kwargs):
         """Begin the first window, and attach a counter of tokens to the model."""
@@ -277,7 +278,7 @@ class Monitor(LoggedCallback):
         if isinstance(mask, Tensor) and mask.shape == ids.shape and mask[0].any():
             rows = {name: row[mask[0].bool()] for name, row in rows.items()}
         # Ranks that divide a sequence get equal parts. So their mean is that of all tokens.
-        ranks = getattr(vars(self).get("_model"), "tp_size", None) or 1  # there is no model outside of training
+        ranks = self._ranks_per_batch()
         count = min(len(rows["input_ids"]), self.slice_tokens)
         return {name: row[None, : max(count - count % ranks, 1)] for name, row in rows.items()}
 

@@ -50,7 +50,6 @@ _OTHER_NAMES = {"lr": "`learning_rate`", "dataset": "`train`", "output": "`out`"
 _NEEDED = ("model", "train", "out")
 _DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")  # of `config.dtype`
 RUN_LENGTHS = ("steps", "tokens", "epochs")
-_FIELDS = {"import": "imports"}  # key -> field of [`Recipe`], where the key is a word of Python
 # Keys whose values are names of models, files, folders, columns or splits. They are taken as they are written: `007` is
 # no number, and `on` is not true.
 _AS_WRITTEN = ("model", "train", "out", "import", "tokenizer", "held_out", "held_out_split", "column", "split")
@@ -320,6 +319,10 @@ class Recipe:
         return min(count for count in (self.most_steps, by_epochs) if count is not None)
 
 
+# Key of a recipe's file -> field of `Recipe`. They differ where the key is a word of Python.
+_FIELDS = {"import" if item.name == "imports" else item.name: item.name for item in fields(Recipe)}
+
+
 def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     """Read a recipe, and apply `key=value` changes to it.
 
@@ -336,8 +339,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         FileNotFoundError: There is no such file or recipe.
         ValueError: A key is unknown, or a value has the wrong type or is not allowed.
     """
-    keys = {name: key for key, name in _FIELDS.items()}
-    text, known = _read_text(path), [keys.get(item.name, item.name) for item in fields(Recipe)]
+    text, known = _read_text(path), _FIELDS.keys()
     content = _read_keys(text, path)
     changed = {}
     for number, change in enumerate(changes):
@@ -365,7 +367,7 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     with explained("the recipe"):
         # A needed key without a value counts as missing.
         given = {name: value for name, value in content.items() if value or name not in _NEEDED}
-        return Recipe(**{_FIELDS.get(name, name): value for name, value in given.items()})
+        return Recipe(**{_FIELDS[name]: value for name, value in given.items()})
 
 
 def _read_keys(text: str, path: str | Path) -> dict[Any, Any]:
@@ -380,8 +382,7 @@ def _read_keys(text: str, path: str | Path) -> dict[Any, Any]:
 
 def write_recipe(recipe: Recipe) -> str:
     """Return a recipe as YAML, with every key, including keys at their default."""
-    keys = {name: key for key, name in _FIELDS.items()}
-    values = {keys.get(item.name, item.name): getattr(recipe, item.name) for item in fields(Recipe)}
+    values = {key: getattr(recipe, name) for key, name in _FIELDS.items()}
     content = {name: value.given() if isinstance(value, Settings) else value for name, value in values.items()}
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 

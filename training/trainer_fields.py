@@ -6,11 +6,11 @@ The command line reads a recipe before it imports PyTorch, so the fields are tak
 
 import ast
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, create_model, model_validator
+
+from attnres.utils.packaged import package_folder
 
 from .settings import Number, Settings, Whole
 
@@ -117,8 +117,7 @@ class TrainerFields(Settings):
 @cache
 def trainer_fields() -> dict[str, tuple[str, ...]]:
     """Return the fields of `transformers.TrainingArguments`, each with the names of its types, such as `float`."""
-    (folder,) = find_spec("transformers").submodule_search_locations
-    tree = ast.parse((Path(folder) / "training_args.py").read_text(encoding="utf-8"))
+    tree = ast.parse((package_folder("transformers") / "training_args.py").read_text(encoding="utf-8"))
     (declared,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
     return {
         item.target.id: tuple(part.strip() for part in ast.unparse(item.annotation).split("|"))
