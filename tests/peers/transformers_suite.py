@@ -21,10 +21,12 @@ from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
-from attnres.commands import connections
+from attnres.utils.declared import declared_connections, presets
 
 HERE = Path(__file__).resolve().parent
-CONNECTIONS = [name.title().replace("_", "") for name in connections.CONNECTIONS if name != "attn_res"]
+CONNECTIONS = [
+    name.title().replace("_", "") for name in declared_connections() if name != "attn_res" and name not in presets()
+]
 # Test classes of suite/model_testers.py: each variant, and the backbone that it is held against.
 BY_DEFAULT = {
     "KimiK3": "KimiLinear",  # its classes are those of AttnRes on Kimi Linear and more
