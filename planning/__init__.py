@@ -11,7 +11,7 @@ from .building import Batch
 from .costs import Costs
 from .engines import missing_engine
 from .jobs import OPTIMIZERS, Device, Job, Layout, Plan
-from .overhead import Pipeline, overhead, simulate_step
+from .overhead import SimulatedPipeline, overhead, simulate_step
 from .schedules import SCHEDULES, Simulation, paper_sends, rank_actions, sent_bytes, simulate
 from .search import Search, devices_that_fit, plan_layout, search
 from .traces import Trace
@@ -25,7 +25,7 @@ __all__ = [
     "Device",
     "Job",
     "Layout",
-    "Pipeline",
+    "SimulatedPipeline",
     "Plan",
     "Search",
     "Simulation",

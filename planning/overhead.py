@@ -14,7 +14,7 @@ from .schedules import Simulation, rank_actions, sent_bytes, simulate
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class SimulatedPipeline:
     """A pipeline of P ranks with V stages each.
 
     Attributes:
@@ -41,7 +41,9 @@ class Pipeline:
         return self.ranks * self.virtual
 
 
-def simulate_step(costs: Costs, device: Device, pipeline: Pipeline, with_connection: bool = True) -> Simulation:
+def simulate_step(
+    costs: Costs, device: Device, pipeline: SimulatedPipeline, with_connection: bool = True
+) -> Simulation:
     """Simulate a training step.
 
     Args:
@@ -84,10 +86,10 @@ def simulate_step(costs: Costs, device: Device, pipeline: Pipeline, with_connect
     return simulate(actions, forward, backward, transfer)
 
 
-def overhead(costs: Costs, device: Device, pipeline: Pipeline) -> float:
+def overhead(costs: Costs, device: Device, pipeline: SimulatedPipeline) -> float:
     """Return the share of time that the connection adds to a training step; see [`simulate_step`]."""
     with_connection = simulate_step(costs, device, pipeline).total
     return with_connection / simulate_step(costs, device, pipeline, with_connection=False).total - 1
 
 
-__all__ = ["Pipeline", "overhead", "simulate_step"]
+__all__ = ["SimulatedPipeline", "overhead", "simulate_step"]

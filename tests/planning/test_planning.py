@@ -17,7 +17,7 @@ from attnres.planning import (
     Device,
     Job,
     Layout,
-    Pipeline,
+    SimulatedPipeline,
     overhead,
     plan_layout,
     rank_actions,
@@ -273,7 +273,7 @@ def test_caching_and_bandwidth_lower_the_predicted_overhead():
     costs = Costs(load("attnres-tiny"), Job(devices=1, context=4096, batch_tokens=4096))
     device = Device()
     for ranks, virtual in ((2, 1), (2, 2), (4, 2)):
-        pipeline = Pipeline(ranks, virtual, microbatches=2 * ranks)
+        pipeline = SimulatedPipeline(ranks, virtual, microbatches=2 * ranks)
         cached, naive = (overhead(costs, device, replace(pipeline, cached=is_cached)) for is_cached in (True, False))
         assert 0 < cached <= naive
         assert overhead(costs, device, replace(pipeline, bandwidth=450e9)) <= cached
@@ -282,7 +282,7 @@ def test_caching_and_bandwidth_lower_the_predicted_overhead():
 @pytest.mark.slow
 def test_kimi_k3_is_trained_in_stages_of_a_node_with_the_overhead_that_the_paper_states(k3):
     for ranks, virtual in ((4, 1), (8, 2), (16, 2)):
-        pipeline = Pipeline(ranks, virtual, 4 * ranks, 8 * 50e9, devices_per_stage=8)
+        pipeline = SimulatedPipeline(ranks, virtual, 4 * ranks, 8 * 50e9, devices_per_stage=8)
         assert 0 < overhead(k3, Device(), pipeline) < 0.04
 
 
