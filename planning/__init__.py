@@ -12,7 +12,7 @@ from .costs import Costs
 from .engines import missing_engine
 from .jobs import OPTIMIZERS, Device, Job, Layout, Plan
 from .overhead import SimulatedPipeline, overhead, simulate_step
-from .schedules import SCHEDULES, Simulation, paper_sends, rank_actions, sent_bytes, simulate
+from .schedules import SCHEDULES, Simulation, rank_actions, sent_bytes, simulate
 from .search import Search, devices_that_fit, plan_layout, search
 from .traces import Trace
 from .tracing import trace
@@ -33,7 +33,6 @@ __all__ = [
     "devices_that_fit",
     "missing_engine",
     "overhead",
-    "paper_sends",
     "plan_layout",
     "rank_actions",
     "search",

@@ -8,8 +8,7 @@ from attnres.utils.partition import divide_layers
 
 from .building import Batch
 from .jobs import Job, Layout
-from .schedules import rank_actions
-from .stages import fullest_moment
+from .schedules import fullest_moment, rank_actions
 from .traces import Trace
 from .tracing import trace
 from .weights import StageWeights, Weights, model_weights, stage_weights

@@ -1,4 +1,4 @@
-"""Simulate pipeline schedules, and count the bytes that a pipeline sends (AttnRes, section 4.1).
+"""Simulate pipeline schedules, and count the bytes that ranks send and keep (AttnRes, section 4.1).
 
 With P ranks, V stages on each and C = P V stages in all, stage s lies on rank s mod P. A naive pipeline sends the whole
 depth state at each of the C - 1 transitions. With cross-stage caching a rank keeps the blocks that it has received or
@@ -159,31 +159,34 @@ def sent_bytes(states: Sequence[Mapping[int, int]], ranks: int, cached: bool) ->
     return sent
 
 
-def paper_sends(ranks: int, virtual: int, blocks: int, cached: bool) -> int:
-    """Return the number of block tensors that the paper's formulas send for a micro-batch.
+def fullest_moment(actions: Sequence[Action], kept: Sequence[float]) -> list[int]:
+    """Find the moment at which a rank keeps most for backward passes.
 
-        naive   C (C - 1) / 2 N_p                     cached   (P (P - 1) / 2 + (V - 1) P^2) N_p
-
-    With V > 1, [`sent_bytes`] counts `(V - 1) P N_p` less where blocks end with stages. A rank that comes to its next
-    stage also has the blocks that it made in the last one, so it lacks only the `(P - 1) N_p` of the other ranks.
+    A micro-batch passes a rank's stages in their order, and in the backward pass in the opposite order.
 
     Args:
-        ranks: P.
-        virtual: V; C = P V.
-        blocks: N_p, the number of blocks that end in each stage.
-        cached: Whether ranks keep blocks.
+        actions: The actions of the rank, of `schedules.rank_actions`.
+        kept: `kept[n]` is the number of bytes that a micro-batch holds after n of the rank's stages.
+
+    Returns:
+        For each micro-batch that waits for a backward pass at that moment, the number of stages that it has passed.
     """
-    stages = ranks * virtual
-    if not cached:
-        return stages * (stages - 1) // 2 * blocks
-    return (ranks * (ranks - 1) // 2 + (virtual - 1) * ranks**2) * blocks
+    passed: dict[int, int] = {}
+    now, largest, moment = 0.0, -1.0, []
+    for action in actions:
+        before = passed.get(action.microbatch, 0)
+        passed[action.microbatch] = after = before + (1 if action.is_forward else -1)
+        now += kept[after] - kept[before]
+        if now > largest:
+            largest, moment = now, [number for number in passed.values() if number]
+    return moment
 
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Simulation",
-    "paper_sends",
+    "fullest_moment",
     "rank_actions",
     "sent_bytes",
     "simulate",

@@ -10,12 +10,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from attnres.planning.schedules import (
     Action,
-    paper_sends,
+    fullest_moment,
     rank_actions,
     sent_bytes,
     simulate,
 )
-from attnres.planning.stages import fullest_moment
 from attnres.utils.partition import divide_layers
 
 numbers = st.integers(1, 6)
@@ -161,10 +160,12 @@ def test_transitions_send_the_blocks_of_the_papers_formulas_and_the_embedding(ra
     # Tensor 0 is the embedding; each stage ends its blocks, so that no partial sum crosses.
     states = [{name: size for name in range(1 + blocks * stage)} for stage in range(1, stages)]
     naive, cached = (sent_bytes(states, ranks, is_cached) for is_cached in (False, True))
-    assert sum(naive) == size * (paper_sends(ranks, virtual, blocks, cached=False) + stages - 1)
+    # The paper: C (C - 1) / 2 N_p blocks without caching, and (P (P - 1) / 2 + (V - 1) P^2) N_p with it.
+    of_paper = stages * (stages - 1) // 2 * blocks, (ranks * (ranks - 1) // 2 + (virtual - 1) * ranks**2) * blocks
+    assert sum(naive) == size * (of_paper[0] + stages - 1)
     # The formula sends a rank also the blocks that it made in its previous stage.
     made = (virtual - 1) * ranks * blocks
-    assert sum(cached) == size * (paper_sends(ranks, virtual, blocks, cached=True) + ranks - 1 - made)
+    assert sum(cached) == size * (of_paper[1] + ranks - 1 - made)
     # The peak falls from O(C) to O(P).
     assert max(naive) == size * (1 + blocks * (stages - 1))
     assert max(cached) <= size * (1 + blocks * ranks)
