@@ -14,7 +14,7 @@ from .inspection import Inspection, Passage, inspect_model
 from .interventions import Interventions, interventions
 from .magnitudes import Magnitudes, magnitudes
 from .measurement import DrawableMeasurement
-from .mixing import DepthMixing, TokenMixing, depth_mixing, mixing_matrix, semiseparable_rank, token_mixing
+from .mixing import DepthMixing, TokenMixing, depth_mixing, semiseparable_rank, token_mixing
 from .text import InspectedText
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ __all__ = [
     "inspect_model",
     "interventions",
     "magnitudes",
-    "mixing_matrix",
     "semiseparable_rank",
     "token_mixing",
     "write_report",

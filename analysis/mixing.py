@@ -95,22 +95,6 @@ def depth_mixing(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> De
     return DepthMixing(depth_axis(model), mean, standard_deviation(mean, square), tokens)
 
 
-def mixing_matrix(model: PreTrainedModel, batches: Batch | Iterable[Batch]) -> Tensor:
-    """Measure the mean of `M` over all tokens of the batches.
-
-    Args:
-        model: A causal language model of the family, or a standard one on a backbone in `BACKBONES`.
-        batches: One or several, as [`depth_mixing`] takes them.
-
-    Returns:
-        `[L + 1, L + 1]` in float64, the `mean` of [`DepthMixing`].
-
-    Raises:
-        ValueError: As for [`depth_mixing`].
-    """
-    return depth_mixing(model, batches).mean
-
-
 def rows_by_token(model: PreTrainedModel, sequence: Batch) -> Tensor:
     """Measure `M` of each token of one sequence.
 
@@ -241,7 +225,6 @@ __all__ = [
     "DepthMixing",
     "TokenMixing",
     "depth_mixing",
-    "mixing_matrix",
     "rows_by_token",
     "semiseparable_rank",
     "token_mixing",

@@ -23,7 +23,6 @@ from attnres.analysis import (
     inspect_model,
     inspection,
     magnitudes,
-    mixing_matrix,
     write_report,
 )
 from attnres.analysis.record import to_csv, to_json
@@ -183,7 +182,11 @@ def test_compiled_and_offloaded_models_give_the_same_numbers(source, tokenizer, 
 
 
 @pytest.mark.parametrize("connection", ["attn_res", "mhc"])
-@pytest.mark.parametrize("measure", [mixing_matrix, lambda *given: magnitudes(*given).inputs], ids=["mixing", "sizes"])
+@pytest.mark.parametrize(
+    "measure",
+    [lambda *given: depth_mixing(*given).mean, lambda *given: magnitudes(*given).inputs],
+    ids=["mixing", "sizes"],
+)
 def test_another_thread_may_run_the_model_meanwhile(backbones, connection, measure):
     model, ids = build(backbones, "llama", connection), backbones.token_ids()
     expected, logits = measure(model, ids), model(ids).logits
@@ -306,18 +309,18 @@ def test_wrong_input_is_rejected_in_one_line(source, tokenizer, text, tmp_path):
     with pytest.raises(ValueError, match=r"model type 'gpt2' cannot be inspected: .* `attnres.add_backbone` adds"):
         inspect_model(other, tokenizer, text, **SMALL)
     with pytest.raises(ValueError, match="model type 'gpt2' cannot be inspected"):
-        mixing_matrix(other, torch.zeros(1, 4, dtype=torch.long))
+        depth_mixing(other, torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_hooks_are_rejected_except_those_that_record_outputs(source):
     model, ids = AutoModelForCausalLM.from_pretrained(source), torch.arange(1, 9)[None]
     model(ids, output_hidden_states=True)  # puts hooks of `transformers` on the layers
     assert any(module._forward_hooks for module in model.modules())
-    assert torch.equal(mixing_matrix(model, ids), torch.ones(11, 11, dtype=torch.float64).tril())
+    assert torch.equal(depth_mixing(model, ids).mean, torch.ones(11, 11, dtype=torch.float64).tril())
     for register in ("register_forward_hook", "register_forward_pre_hook"):
         handle = getattr(model.model.layers[0], register)(lambda *call: None)
         with pytest.raises(ValueError, match="LlamaForCausalLM has hooks, which would not be called: remove them"):
-            mixing_matrix(model, ids)
+            depth_mixing(model, ids)
         handle.remove()
 
 

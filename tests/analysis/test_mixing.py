@@ -11,7 +11,6 @@ from attnres.analysis import (
     depth_mixing,
     interventions,
     magnitudes,
-    mixing_matrix,
     semiseparable_rank,
     token_mixing,
 )
@@ -67,10 +66,12 @@ def test_the_matrix_of_a_model_is_the_mean_over_tokens_that_count(backbones):
     mask[0, :4] = 0
     inputs = BatchEncoding({"input_ids": token_ids, "attention_mask": mask})
     every = token_mixing(model, inputs).matrices.squeeze(-1)
-    torch.testing.assert_close(mixing_matrix(model, inputs), every[:, :, mask.bool()].mean(-1), rtol=1e-6, atol=1e-7)
-    matrix = mixing_matrix(model, token_ids)
+    torch.testing.assert_close(
+        depth_mixing(model, inputs).mean, every[:, :, mask.bool()].mean(-1), rtol=1e-6, atol=1e-7
+    )
+    matrix = depth_mixing(model, token_ids).mean
     torch.testing.assert_close(matrix, token_mixing(model, token_ids).matrices.mean((2, 3, 4)), rtol=1e-6, atol=1e-7)
-    assert not torch.equal(matrix, mixing_matrix(model, inputs))
+    assert not torch.equal(matrix, depth_mixing(model, inputs).mean)
 
 
 @torch.no_grad()
@@ -119,9 +120,9 @@ def test_a_wrong_batch_is_rejected_with_its_type(backbones, batch, given):
 
 def test_arguments_that_are_no_tensors_are_ignored_and_a_wrong_mask_is_rejected(backbones):
     model, token_ids = build(backbones, "llama", "mhc"), backbones.token_ids()
-    expected = mixing_matrix(model, token_ids)
+    expected = depth_mixing(model, token_ids).mean
     assert torch.equal(
-        mixing_matrix(model, {"input_ids": token_ids, "attention_mask": None, "use_cache": True}), expected
+        depth_mixing(model, {"input_ids": token_ids, "attention_mask": None, "use_cache": True}).mean, expected
     )
     with pytest.raises(ValueError, match=r"the attention mask must have shape \[batch, seq\], got \[2, 1, 11, 11\]"):
-        mixing_matrix(model, {"input_ids": token_ids, "attention_mask": torch.ones(2, 1, 11, 11)})
+        depth_mixing(model, {"input_ids": token_ids, "attention_mask": torch.ones(2, 1, 11, 11)})

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnres.analysis import mixing_matrix
+from attnres.analysis import depth_mixing
 from attnres.frac_connections_attnres import FracConnections
 from attnres.residual_attnres import residual_tensors
 
@@ -90,4 +90,4 @@ def test_a_value_that_is_not_allowed_is_refused(backbones, fields, message):
 
 def test_a_mixing_matrix_is_refused_since_channels_are_mixed(backbones):
     with pytest.raises(ValueError, match="mixes the channels"):
-        mixing_matrix(build(backbones, "llama", "frac_connections"), backbones.token_ids())
+        depth_mixing(build(backbones, "llama", "frac_connections"), backbones.token_ids())
