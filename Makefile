@@ -3,7 +3,7 @@
 # make test   the test suite
 # make docs   the documentation, as a site in site/
 # make notebooks   runs the notebooks from top to bottom
-# make tables      writes the table of residual connections into its page, from what their files declare
+# make tables      writes the tables of residual connections into their pages, from what their files declare
 # make address     writes the addresses of pyproject.toml into the files that show them
 # Each but the last creates .venv and installs by constraints.txt.
 
@@ -39,8 +39,8 @@ types: .venv/test.installed
 notebooks: .venv/test.installed
 	OMP_NUM_THREADS=1 .venv/bin/python notebooks/execute.py
 
-tables:
-	$(PYTHON) docs/tables.py
+tables: .venv/test.installed
+	.venv/bin/python docs/tables.py
 
 address:
 	$(PYTHON) docs/address.py

@@ -45,7 +45,7 @@ class ScaledFields:
     """Configuration fields of `residual_connection="scaled"`."""
 
     scaled_form: str = "layer_scale"
-    """Name of the form, which decides the factors; the file `scaled_attnres.py` lists the forms."""
+    """Form of the factors: `"layer_scale"`, `"rezero"`, `"stream"`, `"shifted"`, `"layer"`, `"depth"` or `"mixed"`."""
 
     scaled_start: float = 1.0
     """Start of the outputs' factors with `"layer_scale"` and `"rezero"`, from -100 to 100."""
