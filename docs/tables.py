@@ -34,7 +34,7 @@ def connections_table() -> str:
     rows = []
     for name, (declared, path) in own_connections().items():
         link = f"[`{name}`](../../modeling_attnres/{path.name})"
-        what = (ast.get_docstring(_parse(path)) or "").splitlines()[0]
+        what = (ast.get_docstring(_parse(path)) or declared.summary).partition("\n")[0]
         rows.append((link, what, declared.state_size, declared.exact, declared.used_by or "-"))
     return _table(titles, rows)
 
