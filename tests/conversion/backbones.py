@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from attnres import BACKBONES
+
 VOCABULARY = 99
 COMMON = {
     "vocab_size": VOCABULARY,
@@ -115,6 +117,8 @@ CASES: dict[str, tuple[str, dict]] = {
         BIASES | WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0, 1, 1, 0], "tie_word_embeddings": False},
     ),
 }
+# A backbone without a case of its own has a plain one.
+CASES |= {name: (name, {}) for name in BACKBONES if name not in CASES}
 
 
 def build(case: str, **overrides) -> PreTrainedModel:
