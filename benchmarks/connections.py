@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 import yaml
-from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .memory import step_bytes
 from .models import DECODED, TOKENS
-from .report import cell, make_table
 from .shapes import STANDARD, llama, token_ids
+from .stored import cell, markdown_table
 from .timing import Setting, compare, interleave
 from .workloads import decoding, training_step
 
@@ -53,7 +52,7 @@ def build(config: PreTrainedConfig, device: str) -> dict[str, PreTrainedModel]:
     return models
 
 
-def tables(rows: list[dict]) -> dict[str, Table]:
+def tables(rows: list[dict]) -> dict[str, str]:
     """Return the table of all rows, by its name in the README."""
     step, decode = rows
 
@@ -62,7 +61,7 @@ def tables(rows: list[dict]) -> dict[str, Table]:
         return [cell(step, ratio, 2), f"{step['bytes'][name] / step['bytes'][STANDARD]:.2f}", cell(decode, ratio, 2)]
 
     return {
-        "connections": make_table(
+        "connections": markdown_table(
             "Residual connections, as a ratio to the standard residual stream",
             ["connection", *COLUMNS],
             [[name, *cells(name)] for name in FORMS if name != STANDARD],

@@ -6,8 +6,7 @@
 2. `tests`: the tests of the kernels, if pytest is installed;
 3. `ops`: one aggregation against a copy of the memory that it moves;
 4. `models`: models against the standard residual stream, for prefill, a training step and decoding;
-5. `libraries`: one aggregation by the kernels of libraries, which may spend all remaining time on tuning themselves;
-6. `tiles`, only with `--only tiles`: other tiles of our kernels than the chosen ones.
+5. `libraries`: one aggregation by the kernels of libraries, which may spend all remaining time on tuning themselves.
 
 It needs Python, torch, triton, transformers and the checkout (`pip install --no-deps --no-build-isolation -e .`). Every
 row is stored as soon as it is measured, so a run that is cut off keeps its rows. If time is short, there are fewer
@@ -26,7 +25,7 @@ import torch
 from attnres.utils.files import atomic_write
 from attnres.utils.quiet import quiet_transformers
 
-from . import gpu_check, gpu_libraries, gpu_models, gpu_ops, gpu_tests, gpu_tiles
+from . import gpu_check, gpu_libraries, gpu_models, gpu_ops, gpu_tests
 from .clock import Clock, OutOfTime
 from .machine import describe
 from .stored import markdown_table
@@ -38,9 +37,7 @@ PARTS: dict[str, tuple[ModuleType, float]] = {
     "ops": (gpu_ops, 0.15),
     "models": (gpu_models, 0.75),
     "libraries": (gpu_libraries, 1.0),
-    "tiles": (gpu_tiles, 1.0),
 }
-ON_REQUEST = ("tiles",)
 MINUTES = 9.0  # time limit of a whole run
 MARGIN = 10  # seconds kept free at the end, for stopping
 
@@ -70,7 +67,7 @@ def run_gpu(parts: list[str] | None, out: Path | None, minutes: float = MINUTES,
     """Measure the parts, print a table of each, and store every row.
 
     Args:
-        parts: names of `PARTS`, in the order in which they run; `None` for all that run without a request.
+        parts: names of `PARTS`, in the order in which they run; `None` for all.
         out: folder for the results; nothing is written if `None`.
         minutes: time limit of the whole run.
         quick: take tiny sizes.
@@ -81,7 +78,7 @@ def run_gpu(parts: list[str] | None, out: Path | None, minutes: float = MINUTES,
     if not torch.cuda.is_available() and not quick:
         print("benchmarks: PyTorch finds no GPU. Add --quick to run tiny sizes without one.", file=sys.stderr)
         return 1
-    parts = parts or [part for part in PARTS if part not in ON_REQUEST]
+    parts = parts or [*PARTS]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     clock = Clock(max(1.0, 60 * minutes - MARGIN))
     results = Results(describe(device) | {"minutes": minutes, "quick": quick}, out)

@@ -11,7 +11,6 @@ from functools import partial
 from importlib.metadata import version
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -23,7 +22,7 @@ from attnres.utils.extras import require_extra
 
 from .aggregation import Inputs
 from .peers import Peer
-from .report import cell, make_table, verdict
+from .stored import cell, markdown_table, verdict
 from .timing import Setting, Ways, compare, interleave
 
 FLOOR, OURS, IN_MODEL = "floor", "ours", "ours in a model"
@@ -183,7 +182,7 @@ def measure(setting: Setting) -> Iterator[dict]:
                 yield row | compare(times, pairs)
 
 
-def tables(rows: list[dict]) -> dict[str, Table]:
+def tables(rows: list[dict]) -> dict[str, str]:
     """Return the tables of one read, of reads in turn, and of a read with a norm, by their names in the README."""
     missing = sorted({f"{name} did not run: {why}." for row in rows for name, why in row["missing"].items()})
     versions = ", ".join(f"{name} {number}" for name, number in rows[0]["peers"].items())
@@ -205,9 +204,9 @@ def tables(rows: list[dict]) -> dict[str, Table]:
     title = "Host time of one aggregation on a GPU, launches left out"
     title_in_turn = f"Host time of {READS} reads in turn and their backward pass, launches left out"
     return {
-        "host": make_table(title, columns, alone, note=note),
-        "host-in-turn": make_table(title_in_turn, columns_in_turn, in_turn, note=note),
-        "host-norm": make_table(
+        "host": markdown_table(title, columns, alone, note=note),
+        "host-in-turn": markdown_table(title_in_turn, columns_in_turn, in_turn, note=note),
+        "host-norm": markdown_table(
             "Host time of a read, the norm that follows and their backward pass, launches left out",
             ["dtype", "sources", f"{APART} / {TOGETHER}"],
             with_norm,

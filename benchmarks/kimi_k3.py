@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
@@ -25,8 +24,8 @@ from attnres import AttnResConfig, AttnResKimiK3Config
 from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.kimi_k3_attnres import KimiK3MoE
 
-from .report import cell, make_table, verdict
 from .shapes import build, kimi_linear, tiny_kimi_linear, token_ids
+from .stored import cell, markdown_table, verdict
 from .timing import Setting, Times, Ways, compare, interleave
 from .workloads import decoding, prefill, training_step
 
@@ -229,12 +228,12 @@ def count_products(way: Callable[[], object]) -> int:
     return counter.get_total_flops() // 2
 
 
-def tables(rows: list[dict]) -> dict[str, Table]:
+def tables(rows: list[dict]) -> dict[str, str]:
     """Return the table of all rows, by its name in the README."""
     ratio, overhead, arithmetic = PAIRS
     columns = ["dtype", "workload", "form", ratio, "multiply-adds", arithmetic, overhead, "target"]
     return {
-        "kimi_k3": make_table(
+        "kimi_k3": markdown_table(
             "Forms of Kimi K3, time as a ratio to Kimi Linear of the same shape",
             columns,
             [

@@ -10,12 +10,11 @@ import os
 from collections.abc import Callable, Iterator
 
 import torch
-from rich.table import Table
 from torch import nn
 
 from .models import TOKENS
-from .report import make_table, verdict
 from .shapes import compared, shapes, token_ids, variants
+from .stored import markdown_table, verdict
 from .timing import Setting
 from .workloads import training_step
 
@@ -72,7 +71,7 @@ def peak_bytes(function: Callable[[], object], device: str = "cpu") -> int:
     return peak
 
 
-def tables(rows: list[dict]) -> dict[str, Table]:
+def tables(rows: list[dict]) -> dict[str, str]:
     """Return the table of all rows, by its name in the README."""
 
     def show(row: dict, ratio: str) -> str:
@@ -84,7 +83,7 @@ def tables(rows: list[dict]) -> dict[str, Table]:
     others = ["ours eager / standard, all", "pseudocode / standard, all", "ours / standard, step"]
     others += ["ours eager / standard, step", "pseudocode / standard, step"]
     return {
-        "memory": make_table(
+        "memory": markdown_table(
             "Peak memory of a training step, as a ratio to the standard residual stream",
             ["model", "connection", "ours / standard, all", "target", *others],
             [

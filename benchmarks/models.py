@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .report import cell, make_table, verdict
 from .shapes import STANDARD, Shape, compared, copy_with_shared_weights, llama, shapes, token_ids, variants
+from .stored import cell, markdown_table, verdict
 from .timing import Setting, Ways, compare, interleave
 from .workloads import compiled_decoding, decoding, prefill, training_step
 
@@ -82,12 +81,12 @@ def target(row: dict) -> float:
     return full if row["connection"] == "Full" else block
 
 
-def tables(rows: list[dict]) -> dict[str, Table]:
+def tables(rows: list[dict]) -> dict[str, str]:
     """Return the table of all rows, by its name in the README."""
     columns = ["model", "dtype", "workload", "connection", "ours / standard", "target"]
     columns += [f"{AGAIN} / standard", "pseudocode / standard"]
     return {
-        "models": make_table(
+        "models": markdown_table(
             "Models, time as a ratio to the standard residual stream",
             columns,
             [

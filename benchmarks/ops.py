@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from rich.table import Table
 
 from .aggregation import BOUND, OURS, Inputs, forward, forward_and_backward, runnable
 from .peers import PEERS, compiled_reference
-from .report import cell, make_table, verdict
+from .stored import cell, markdown_table, verdict
 from .timing import Setting, Ways, compare, interleave
 
 COMPILED = "torch.compile"
@@ -56,7 +55,7 @@ def _compare(ways: Ways, setting: Setting) -> dict:
     return compare(times, pairs) | ({"missing": missing} if missing else {})
 
 
-def tables(rows: list[dict]) -> dict[str, Table]:
+def tables(rows: list[dict]) -> dict[str, str]:
     """Return a table per dtype and pass, by its name in the README."""
     ratios = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
     kinds = dict.fromkeys((row["pass"], row["dtype"]) for row in rows)
@@ -68,7 +67,7 @@ def tables(rows: list[dict]) -> dict[str, Table]:
         notes += sorted(
             {f"{peer} did not run: {why}" for row in chosen for peer, why in row.get("missing", {}).items()}
         )
-        tables[f"ops, {name}, {dtype}"] = make_table(
+        tables[f"ops, {name}, {dtype}"] = markdown_table(
             f"One aggregation, {name}, {dtype}",
             ["d", "sources", "tokens", ratios[0], "target", *ratios[1:]],
             [

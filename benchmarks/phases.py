@@ -6,14 +6,13 @@ It measures G sublayers of Full AttnRes. The first one reads n sources, and each
 from collections.abc import Iterator
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from attnres.accelerated.numba import call, kernels
 from attnres.accelerated.phases import saves_readings
 from attnres.functional_attnres import attend
 
-from .report import cell, make_table
+from .stored import cell, markdown_table
 from .timing import Setting, compare, interleave
 
 TOKENS, WIDTH, EPS = 512, 1024, 1e-6
@@ -81,7 +80,7 @@ def in_two_phases(queries: Tensor, n: int, sources: tuple[Tensor, ...]) -> None:
         call.forward(query, fresh, result, None, n + i, EPS, phase=(sums[i], statistics[i]))
 
 
-def tables(rows: list[dict]) -> dict[str, Table]:
+def tables(rows: list[dict]) -> dict[str, str]:
     """Return the table of all rows, by its name in the README."""
 
     def judge(row: dict) -> str:
@@ -89,7 +88,7 @@ def tables(rows: list[dict]) -> dict[str, Table]:
 
     is_faster = [(row["ratios"][BOTH]["median"] < 1) == row["chosen"] for row in rows]
     return {
-        "phases": make_table(
+        "phases": markdown_table(
             "Two phases against one attention for each sublayer",
             ["sources", "sublayers", BOTH, "the rule takes", EAGER],
             [[row["sources"], row["sublayers"], cell(row, BOTH), judge(row), cell(row, EAGER)] for row in rows],

@@ -17,7 +17,7 @@ from attnres.utils.quiet import quiet_transformers
 
 from .command import RESULTS
 from .machine import Others, describe
-from .report import markdown, open_console, store
+from .stored import store
 from .timing import Setting, keep_freed_memory
 
 BUSY = 0.05  # share of the machine that other processes may take before a run is reported as disturbed
@@ -42,23 +42,21 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
     if out is not None:  # before minutes are spent on rows that could not be stored
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
-    console = open_console()
     torch.set_num_threads(setting.threads)
     keep_freed_memory()
     about = describe(setting.device)
     note = f"{about['machine'].get('gpu') or about['machine']['processor']}, {setting.threads} threads"
-    console.print(f"{note}, torch {about['versions']['torch']}; times by the clock: median [quartiles]")
+    print(f"{note}, torch {about['versions']['torch']}; times by the clock: median [quartiles]", flush=True)
     for name in parts:
-        console.print(_announce(name, setting))
+        print(_announce(name, setting), flush=True)
         others, rows = Others(), []
         try:
             for row in measure(name, setting):
                 rows.append(row)
-                # Not by `rich`, which writes a line again if a signal comes while it writes.
                 print(_line(row), flush=True)
         except BaseException as error:  # signals too, as KeyboardInterrupt and SystemExit
             if isinstance(error, ModuleNotFoundError) and not rows and len(parts) > 1:
-                console.print(f"{name} is left out: {error}")
+                print(f"{name} is left out: {error}", flush=True)
                 continue
             if rows and out is not None:
                 path = out / f"{name}.json"
@@ -72,13 +70,13 @@ def run_bench(parts: Sequence[str], setting: Setting, out: Path | None) -> None:
             store(out / f"{name}.json", _content(about, setting, busy, rows))
         tables = _part(name).tables(rows)
         for table in tables.values():
-            console.print(table)
+            print(table, end="\n\n", flush=True)
         if busy > BUSY:
-            console.print(f"Other processes took {busy:.0%} of the processors. Measure again on an idle machine.")
+            print(f"Other processes took {busy:.0%} of the processors. Measure again on an idle machine.", flush=True)
         if out is None:
             continue
         readme = RESULTS.with_name("README.md") if out.resolve() == RESULTS else out / "README.md"
-        update_tables(readme, {key: markdown(table) for key, table in tables.items()})
+        update_tables(readme, tables)
 
 
 def _part(name: str) -> ModuleType:

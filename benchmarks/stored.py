@@ -30,13 +30,30 @@ def targets_met(rows: Iterable[Sequence[str]]) -> str:
     return f"Targets met: {verdicts.count('met')} of {len(verdicts)}. " if verdicts else ""
 
 
-def markdown_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
-    """Return a Markdown table between its title and its note, padded so that it reads well on a terminal too."""
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows)]
-    lines = [columns, ["-" * width for width in widths], *rows]
-    lines = [" | ".join(text.ljust(width) for text, width in zip(line, widths)) for line in lines]
-    note = (targets_met(rows) + note).strip()
-    return "\n\n".join(part for part in (f"**{title}**", "\n".join(f"| {line} |" for line in lines), note) if part)
+def markdown_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> str:
+    """Return a Markdown table between its title and its note, padded so that it reads well on a terminal too.
+
+    Numbers are aligned to the right. The number of targets met, if there are any, comes before the note.
+
+    Args:
+        title: text above the table.
+        columns: heads of the columns.
+        rows: cells, which may be numbers. A cell with a target comes from [`verdict`].
+        note: text below the table.
+    """
+    cells = [[str(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells)]
+    align = [
+        str.rjust if all(row[i] == "-" or row[i][:1].isdigit() for row in cells) else str.ljust
+        for i in range(len(columns))
+    ]
+    head, *lines = (
+        f"| {' | '.join(put(text, width) for put, text, width in zip(align, row, widths))} |"
+        for row in (columns, *cells)
+    )
+    rule = "|".join("-" * (width + 2) for width in widths)
+    table = "\n".join([head, f"|{rule}|", *lines])
+    return "\n\n".join(filter(None, (f"**{title}**", table, (targets_met(cells) + note).strip())))
 
 
 def store(path: Path, content: Mapping) -> None:

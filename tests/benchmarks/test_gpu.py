@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnres.functional_attnres import DEPTH_ATTENTION
-from benchmarks import gpu, gpu_check, gpu_libraries, gpu_models, gpu_ops, gpu_tests, gpu_tiles, peers
+from benchmarks import gpu, gpu_check, gpu_libraries, gpu_models, gpu_ops, gpu_tests, peers
 from benchmarks.clock import Clock
 
 ROOT = Path(__file__).parents[2]
@@ -72,17 +72,6 @@ def test_libraries_are_measured_or_listed_as_missing(clock):
     for row in gpu_libraries.measure(DEVICE, True, clock):
         tried = {*row["missing"], *(ratio.removesuffix(" / ours") for ratio in row["ratios"])}
         assert tried >= peers.gpu_peers().keys() and "ours / bound" in row["ratios"]
-
-
-def test_tiles_are_tried_where_the_kernels_run_and_only_on_request(clock, capsys):
-    rows = list(gpu_tiles.measure(DEVICE, True, clock))
-    title, columns, cells, note = gpu_tiles.table(rows)
-    if DEVICE == "cpu":
-        assert not cells and "do not run" in note
-    else:
-        assert len(cells) == 2 * len(gpu_tiles.POINTS) and all(len(line) == len(columns) for line in cells)
-    assert gpu.run_gpu(["tiles"], None, 1, quick=True) == 0
-    assert title in capsys.readouterr().out
 
 
 @pytest.mark.slow

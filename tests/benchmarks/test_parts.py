@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import machine, memory, report, run
+from benchmarks import machine, memory, run, stored
 from benchmarks.timing import Setting
 
 
@@ -47,19 +47,17 @@ def test_own_work_does_not_count_as_that_of_others():
     assert 0 <= others.share() <= 1
 
 
-def test_a_table_counts_its_targets_and_reads_the_same_in_markdown():
-    rows = [["a", 1, report.verdict(1.0, 1.02)], ["b", 2, report.verdict(2.0, 1.02)]]
-    table = report.make_table("Title", ["name", "value", "target"], rows, note="Note.")
-    text = report.markdown(table)
+def test_a_table_counts_its_targets_and_aligns_numbers():
+    rows = [["a", 1, stored.verdict(1.0, 1.02)], ["b", 2, stored.verdict(2.0, 1.02)]]
+    text = stored.markdown_table("Title", ["name", "value", "target"], rows, note="Note.")
     assert text.splitlines()[0] == "**Title**"
     assert "| a    |     1 | <= 1.02 met    |" in text
     assert text.splitlines()[-1] == "Targets met: 1 of 2. Note."
-    assert table.title == "Title"
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "ops.json"
-    report.store(path, {"date": "then", "rows": [{"a": 1}, {"b": 2}]})
+    stored.store(path, {"date": "then", "rows": [{"a": 1}, {"b": 2}]})
     assert json.loads(path.read_text()) == {"date": "then", "rows": [{"a": 1}, {"b": 2}]}
 
     def interrupted(*arguments):
@@ -67,7 +65,7 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path, monkeypat
 
     monkeypatch.setattr("attnres.utils.files.os.replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        report.store(path, {"date": "now", "rows": []})
+        stored.store(path, {"date": "now", "rows": []})
     assert json.loads(path.read_text())["date"] == "then"
     assert [file.name for file in tmp_path.iterdir()] == ["ops.json"]
 
@@ -141,7 +139,7 @@ def test_a_part_takes_at_least_the_time_of_its_stored_calls(tmp_path, monkeypatc
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     shared, first, second = ({"calls": 2, "wall": wall} for wall in ([1.0, 2.0], [3.0, 4.0], [5.0, 6.0]))
     rows = [{"seconds": {"standard": shared, "ours": ours}} for ours in (first, second)]
-    report.store(tmp_path / "phases.json", {"setting": {"repeats": 2}, "rows": rows})
+    stored.store(tmp_path / "phases.json", {"setting": {"repeats": 2}, "rows": rows})
     assert run.expected("phases", Setting(repeats=2)) == (2, 2 * (1 + 2 + 3 + 4 + 5 + 6))
     assert run.expected("phases", Setting(repeats=4)) == (2, 4 * (1 + 2 + 3 + 4 + 5 + 6))
     assert run.expected("phases", Setting(quick=True)) is None
