@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from attnres import ResidualConfig
-from attnres.utils.partition import divide_layers
+from attnres.utils.partition import partition_layers
 
 from .building import Batch
 from .jobs import Job, Layout
@@ -97,7 +97,7 @@ class Costs:
                 if weight.layer >= 0:
                     activated[weight.layer] += weight.number * (used / experts if weight.is_expert else 1)
             head = activated.pop() + sum(weight.number for weight in self._tied_head)
-            self._divided[number] = divide_layers(activated, number, head)
+            self._divided[number] = partition_layers(activated, number, head)
         return self._divided[number]
 
     def of_rank(self, layout: Layout, rank: int) -> list[slice]:

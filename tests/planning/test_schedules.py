@@ -16,7 +16,7 @@ from attnres.planning.schedules import (
     simulate,
 )
 from attnres.planning.stages import fullest_moment
-from attnres.utils.partition import divide_layers
+from attnres.utils.partition import partition_layers
 
 numbers = st.integers(1, 6)
 
@@ -147,7 +147,7 @@ def test_layers_are_divided_so_that_no_other_division_has_a_cheaper_dearest_stag
         sums = [sum(costs[start:end]) for start, end in pairwise([0, *bounds, len(costs)])]
         return max([*sums[:-1], sums[-1] + last])
 
-    divided = divide_layers(costs, stages, last)
+    divided = partition_layers(costs, stages, last)
     ends = [stage.stop for stage in divided]
     assert len(divided) == stages and ends[-1] == len(costs) and all(stage.start < stage.stop for stage in divided)
     assert [stage.start for stage in divided] == [0, *ends[:-1]]

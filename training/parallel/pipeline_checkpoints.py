@@ -23,12 +23,12 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoints import cannot_resume, check_size
-from .pipeline import Pipeline
+from .pipeline import TrainingPipeline
 
 LARGEST_FILE = 5 * 10**9  # bytes
 
 
-def save_parts(pipeline: Pipeline, folder: Path, is_checkpoint: bool) -> None:
+def save_parts(pipeline: TrainingPipeline, folder: Path, is_checkpoint: bool) -> None:
     """Write the model into a folder, each process its part. All processes call it together.
 
     Args:
@@ -67,7 +67,7 @@ def _part(stage: int, number: int) -> str:
     return f".part-{stage:05d}-{number:05d}.safetensors"
 
 
-def _whole_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
+def _whole_tensors(pipeline: TrainingPipeline) -> dict[str, Tensor]:
     """Return the tensors of this process by name, without the copy of a tied embedding, which the first one writes."""
     model, tensors = pipeline.model, {}
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -92,7 +92,7 @@ def _files(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield part
 
 
-def _name_parts(pipeline: Pipeline, folder: Path) -> None:
+def _name_parts(pipeline: TrainingPipeline, folder: Path) -> None:
     """Give the files of all processes their numbers, and write the index."""
     mine = {}
     for path in sorted(folder.glob(f".part-{pipeline.stage:05d}-*.safetensors")):
@@ -114,7 +114,7 @@ def _name_parts(pipeline: Pipeline, folder: Path) -> None:
 
 
 @torch.no_grad()
-def load_part(pipeline: Pipeline, folder: Path) -> None:
+def load_part(pipeline: TrainingPipeline, folder: Path) -> None:
     """Read the tensors of this process from a checkpoint, whatever number of processes has written it.
 
     Args:

@@ -307,7 +307,7 @@ def test_two_pipelines_divided_by_fsdp2_give_the_run_of_one_process(single, argu
     """Each pipeline computes half of the batch; each of its stages has half of every matrix. Embeddings are tied."""
     changes = "micro_batch_size=2", "pipeline={stages: 2, microbatches: 2, fsdp: true}"
     output = run_to_the_end(arguments("retrofit", tmp_path / "out", *changes), processes=4)
-    assert "4 processes, 2 pipelines divided by FSDP2, each of 2 stages with 1 chunk (1F1B" in output
+    assert "4 processes, 2 pipelines sharded by FSDP2, each of 2 stages with 1 chunk (1F1B" in output
     assert_same_run(tmp_path / "out", single("retrofit"))
 
 
@@ -337,10 +337,10 @@ STOPS = """
 import json, os, signal
 from pathlib import Path
 from attnres.commands.main import main
-from attnres.training.parallel.pipeline import Pipeline
+from attnres.training.parallel.pipeline import TrainingPipeline
 
 folder, rank, batches = Path(os.environ["FOLDER"]), os.environ["RANK"], []
-begin, step = Pipeline.__init__, Pipeline.step
+begin, step = TrainingPipeline.__init__, TrainingPipeline.step
 
 def count_parameters(self, model, *arguments):
     sizes = [[parameter.numel(), parameter.is_meta] for parameter in model.parameters()]
@@ -354,7 +354,7 @@ def stop_after_the_checkpoint(self, *arguments):
         os.kill(os.getpid(), signal.SIGSTOP)
     return step(self, *arguments)
 
-Pipeline.__init__, Pipeline.step = count_parameters, stop_after_the_checkpoint
+TrainingPipeline.__init__, TrainingPipeline.step = count_parameters, stop_after_the_checkpoint
 main()
 """
 
