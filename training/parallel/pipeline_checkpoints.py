@@ -7,12 +7,12 @@ number of stages.
 
 import json
 import random
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -56,7 +56,9 @@ def save_parts(pipeline: TrainingPipeline, folder: Path, is_checkpoint: bool) ->
             # `save_pretrained` writes on the first process only.
             if not is_checkpoint:
                 tensors = revert_weight_conversion(pipeline.model, tensors)
-            for number, part in enumerate(_files(tensors)):
+            files = split_torch_state_dict_into_shards(tensors, max_shard_size=LARGEST_FILE).filename_to_tensors
+            for number, names in enumerate(files.values()):
+                part = {name: tensors[name].contiguous() for name in names}
                 save_file(part, folder / _part(pipeline.stage, number), metadata={"format": "pt"})
         _name_parts(pipeline, folder)
     dist.barrier()
@@ -77,19 +79,6 @@ def _whole_tensors(pipeline: TrainingPipeline) -> dict[str, Tensor]:
         tensor = tensor.detach()
         tensors[name] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensors
-
-
-def _files(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Divide tensors into files, at the limit of `LARGEST_FILE`."""
-    part, size = {}, 0
-    for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > LARGEST_FILE:
-            yield part
-            part, size = {}, 0
-        part[name] = tensor.contiguous()
-        size += tensor.nbytes
-    if part:
-        yield part
 
 
 def _name_parts(pipeline: TrainingPipeline, folder: Path) -> None:
@@ -148,7 +137,7 @@ def load_part(pipeline: TrainingPipeline, folder: Path) -> None:
 def load_schedule(scheduler: LambdaLR, path: Path) -> None:
     """Continue a schedule at the step of a checkpoint.
 
-    The rates of its groups come from this run: another number of stages divides the parameters into other groups.
+    The rates of its groups come from this run: with another number of stages, a process has other groups of parameters.
 
     Args:
         scheduler: The schedule.
