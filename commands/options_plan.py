@@ -81,7 +81,7 @@ def plan(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of CONFIG on the Hub.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Plan how to divide a model among devices: memory, communication and time of each layout that fits.
+    """Plan how to shard a model among devices: memory, communication and time of each layout that fits.
 
     Nothing is downloaded but the configuration, and no device is needed: memory is counted on tensors without data.
 

@@ -147,9 +147,9 @@ def explain_miss(result: Search, costs: Costs, device: Device, *, runnable: bool
     nearest, job = result.nearest, costs.job
     layout, part = nearest.layout, nearest.dominant_memory
     names = ("data", "tensor", "pipeline", "expert", "shard")
-    division = ", ".join(f"{name} {getattr(layout, name)}" for name in names)
+    sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in names)
     text = (
-        f"No layout of {job.devices} devices fits: the nearest ({division}) needs {gigabytes(nearest.total_memory)} GB "
+        f"No layout of {job.devices} devices fits: the nearest ({sizes}) needs {gigabytes(nearest.total_memory)} GB "
         f"of {gigabytes(result.limit)} GB, mostly {part} ({gigabytes(nearest.memory[part])} GB)."
     )
     enough = devices_that_fit(costs, device, runnable=runnable)

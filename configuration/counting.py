@@ -8,6 +8,7 @@ includes the routing biases of Kimi Linear and Kimi K3, which are buffers here a
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,17 +44,20 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     embeddings = {*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()}
-    # `MixtralExperts`, `KimiLinearExperts`, ...: one module holds all routed experts of a layer, stacked along axis 0.
-    # Each model of `transformers` has its own class for it, and they have no common parent.
-    routed_experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
-
     total = count_stored(model)
     non_embedding = total - _size(embeddings)
-    idle = sum(
+    return ParameterCount(total, non_embedding, non_embedding - count_idle(model, config))
+
+
+def count_idle(module: nn.Module, config: PreTrainedConfig) -> int:
+    """Return the number of parameters in a module's routed experts that one token does not use."""
+    # `MixtralExperts`, `KimiLinearExperts`, ...: one module holds all routed experts of a layer, stacked along axis 0.
+    # Each model of `transformers` has its own class for it, and they have no common parent.
+    routed: list[Any] = [part for part in module.modules() if type(part).__name__.endswith("Experts")]
+    return sum(
         _size(experts.parameters()) // experts.num_experts * (experts.num_experts - config.num_experts_per_tok)
-        for experts in routed_experts
+        for experts in routed
     )
-    return ParameterCount(total, non_embedding, non_embedding - idle)
 
 
 def count_stored(model: nn.Module) -> int:
@@ -66,4 +70,4 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-__all__ = ["ParameterCount", "count_parameters", "count_stored"]
+__all__ = ["ParameterCount", "count_idle", "count_parameters", "count_stored"]

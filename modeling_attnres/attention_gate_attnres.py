@@ -175,10 +175,10 @@ def check_attention_gate(config: PreTrainedConfig) -> None:
     require(config, "attention_gate_granularity", has_heads, "'elementwise' where `attention_gate` is 'output'")
     allowed = "'unit' where `attention_gate_form` and `attention_gate_activation` are not 'multiply' and 'sigmoid'"
     require(config, "attention_gate_scale", scale == "unit" or function == ["multiply", "sigmoid"], allowed)
-    # Tensor parallelism divides a gate as it divides the gate's projection. A gate that heads share cannot be divided,
+    # Tensor parallelism shards a gate as it shards the gate's projection. A gate that heads share cannot be sharded,
     # so its attention stays whole.
-    plan, divides = type(config).base_model_tp_plan or {}, "rowwise" if place == "sdpa" else "colwise"
-    paths = [path.rsplit(".", 1) for path, rule in plan.items() if rule == divides and place != "output"]
+    plan, style = type(config).base_model_tp_plan or {}, "rowwise" if place == "sdpa" else "colwise"
+    paths = [path.rsplit(".", 1) for path, rule in plan.items() if rule == style and place != "output"]
     owners = [owner for owner, name in paths if name in _PLACES[place][0]]
     if granularity == "head_shared":
         plan = {path: rule for path, rule in plan.items() if path.rsplit(".", 1)[0] not in owners}

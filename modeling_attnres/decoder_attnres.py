@@ -286,7 +286,7 @@ class ResidualModel(ResidualPreTrainedModel):
             foreign = next((layer for layer in layers if not hasattr(layer, "layer_idx")), None)
             if foreign is not None:
                 raise ValueError(
-                    f"`layers` holds a {type(foreign).__name__}, which is no decoder layer. An engine that divides a "
+                    f"`layers` holds a {type(foreign).__name__}, which is no decoder layer. An engine that cuts a "
                     "model into pipeline stages puts such placeholders there, but the depth state of this model is "
                     "more than the one tensor that it would pass on: run the model in one pipeline stage."
                 )

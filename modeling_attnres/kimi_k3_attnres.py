@@ -149,7 +149,7 @@ class KimiK3ForgetGate(kimi_linear.KimiLinearForgetGate):
 class _CalledConvolution(nn.Conv1d):
     """A convolution that its owner computes in a call of this module.
 
-    The weight stays in float32. So FSDP2 in 16 bits divides it apart from the other weights of delta attention, and
+    The weight stays in float32. So FSDP2 in 16 bits shards it apart from the other weights of delta attention, and
     gathers it when this module is called.
     """
 

@@ -363,7 +363,7 @@ def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: s
 def in_form_of_model(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors of a release with the convolutions of each layer joined, and `A_log` without its padding.
 
-    The rules of `transformers` do so too late: it divides tensors among processes before a rule sees them, so that each
+    The rules of `transformers` do so too late: it shards tensors among processes before a rule sees them, so that each
     process would join or unpad the parts that it has, which are not its part of the result.
     """
     result, heads = dict(tensors), config.linear_num_heads

@@ -105,7 +105,7 @@ class LAuReL(ResidualConnection):
     def mix(self, state: Tensor, coefficients: tuple[Tensor, Tensor] | None) -> tuple[Tensor, DepthState]:
         """Return the stream as input; and as state the stream, its part of the write's result, and `a`.
 
-        The read computes this part, because engines that divide or offload a module hold its tensors only while it is
+        The read computes this part, because engines that shard or offload a module hold its tensors only while it is
         called.
         """
         kept, factors = state, ()

@@ -266,7 +266,7 @@ class ResidualConnection(AddedModule):
         """Compute a sublayer's input `[batch, seq, hidden]` and the state after the read.
 
         It is linear in the state, as `write` is: analysis derives the mixing matrix from both. A write must not use the
-        connection's tensors, since engines that divide or offload modules hold them only during a read, the call of the
+        connection's tensors, since engines that shard or offload modules hold them only during a read, the call of the
         module. The state after the read has what the write needs.
 
         Args:

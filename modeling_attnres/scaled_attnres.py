@@ -165,7 +165,7 @@ class Scaled(ResidualConnection):
     def mix(self, state: Tensor, coefficients: tuple[Tensor | float, ...] | None) -> tuple[Tensor, DepthState]:
         """Return the stream as input, and with the factors of the write as state.
 
-        The read computes these factors, because engines that divide or offload a module hold its tensors only while it
+        The read computes these factors, because engines that shard or offload a module hold its tensors only while it
         is called.
         """
         return state, state if coefficients is None else (state, *coefficients)

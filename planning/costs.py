@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from attnres import ResidualConfig
-from attnres.utils.partition import divide_layers
+from attnres.utils.partition import partition_layers
 
 from .building import Batch
 from .jobs import Job, Layout
@@ -43,7 +43,7 @@ class Costs:
         self._traces: dict[tuple, Trace] = {}
         self._stages: dict[tuple, StageWeights] = {}
         self._kept: dict[tuple, tuple[int, int, int]] = {}
-        self._divided: dict[int, list[slice]] = {}
+        self._partitions: dict[int, list[slice]] = {}
 
     @cached_property
     def weights(self) -> list[Weights]:
@@ -89,15 +89,15 @@ class Costs:
 
     def stages(self, number: int) -> list[slice]:
         """Return the layers of each of several stages, about equal in activated parameters."""
-        if number not in self._divided:
+        if number not in self._partitions:
             experts, used = self.experts
             activated = [0.0] * (self.num_layers + 1)
             for weight in self.weights:
                 if weight.layer >= 0:
                     activated[weight.layer] += weight.number * (used / experts if weight.is_expert else 1)
             head = activated.pop() + sum(weight.number for weight in self._tied_head)
-            self._divided[number] = divide_layers(activated, number, head)
-        return self._divided[number]
+            self._partitions[number] = partition_layers(activated, number, head)
+        return self._partitions[number]
 
     def of_rank(self, layout: Layout, rank: int) -> list[slice]:
         """Return the layers of each stage of one rank of a pipeline."""

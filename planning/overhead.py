@@ -59,7 +59,7 @@ def simulate_step(
         ValueError: There are more stages than layers, or the schedule cannot run.
     """
     if pipeline.stages > costs.num_layers:
-        raise ValueError(f"{costs.num_layers} layers cannot be divided into {pipeline.stages} stages: use fewer.")
+        raise ValueError(f"{pipeline.stages} stages need as many layers, got {costs.num_layers}: use fewer stages.")
     traced, stages = costs.trace(1), costs.stages(pipeline.stages)
     rate = device.flops * device.efficiency * pipeline.devices_per_stage
     memory_rate = device.memory_bandwidth * pipeline.devices_per_stage

@@ -49,7 +49,7 @@ def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
     experts, _ = costs.experts
     has_tensor = any(weight.is_sharded for weight in costs.weights)
     for tensor in _divisors(job.devices):
-        if tensor > 1 and (not has_tensor or tensor > device.per_node or not _divides(costs, tensor)):
+        if tensor > 1 and (not has_tensor or tensor > device.per_node or not _can_shard(costs, tensor)):
             continue
         for pipeline in _divisors(job.devices // tensor):
             data = job.devices // tensor // pipeline
@@ -143,7 +143,7 @@ def devices_that_fit(costs: Costs, device: Device, most: int = 64, *, runnable: 
     return None
 
 
-def _divides(costs: Costs, tensor: int) -> bool:
+def _can_shard(costs: Costs, tensor: int) -> bool:
     """Return whether `tensor` devices can share the matrices."""
     try:
         costs.trace(tensor)

@@ -34,7 +34,7 @@ ALLOWED = {
     ("benchmarks/kimi_k3.py", "attn_res_block_size"),
 }
 # Names that two classes still share.
-SHARED = {"Entry", "Plan"}
+SHARED = {"Plan"}
 
 
 def said(source: str) -> set[str]:

@@ -277,7 +277,7 @@ class Monitor(LoggedCallback):
         rows = {name: row[0] for name, row in rows.items()}
         if isinstance(mask, Tensor) and mask.shape == ids.shape and mask[0].any():
             rows = {name: row[mask[0].bool()] for name, row in rows.items()}
-        # Ranks that divide a sequence get equal parts. So their mean is that of all tokens.
+        # Ranks that share a sequence get equal parts. So their mean is that of all tokens.
         ranks = self._ranks_per_batch()
         count = min(len(rows["input_ids"]), self.slice_tokens)
         return {name: row[None, : max(count - count % ranks, 1)] for name, row in rows.items()}

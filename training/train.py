@@ -29,7 +29,7 @@ from .data.sets import prepare_data
 from .disk_space import check_disk
 from .display import Display, describe_run
 from .launch import check_launch, read_launch
-from .parallel.pipeline import Pipeline
+from .parallel.pipeline import TrainingPipeline
 from .parallel.pipeline_trainer import PipelineTrainer, describe_pipeline
 from .parallel.sharding import (
     allow_tensor_parallel_on_cpus,
@@ -63,7 +63,7 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
             data, or other files.
         FloatingPointError: The loss is not finite.
         OSError, ValueError: A model, data set or value cannot be used, or a checkpoint cannot be written.
-        RuntimeError: The model cannot be divided on this machine as the settings require, or another process does not
+        RuntimeError: The model cannot be sharded on this machine as the settings require, or another process does not
             answer within the time limit.
         SystemExit: SIGTERM stopped the run, after it had saved a checkpoint.
     """
@@ -122,7 +122,9 @@ def _train_in_folder(
         # of a chat model is often not the tokenizer's end-of-text token.
         options = {"train_dataset": train, "eval_dataset": held_out}
         if recipe.pipeline is not None:
-            trainer = PipelineTrainer(Pipeline(model, recipe.pipeline, arguments.device), recipe, arguments, **options)
+            trainer = PipelineTrainer(
+                TrainingPipeline(model, recipe.pipeline, arguments.device), recipe, arguments, **options
+            )
         else:
             trainer = AttnResTrainer(model, recipe, arguments, **options)
         shard_by_deepspeed_later()

@@ -52,7 +52,7 @@ from .recipe import Recipe
 from .run_folder import PARTIAL
 from .trainer_callbacks import Intervals, StopOnSignal
 
-OPTIMIZER = "optimizer"  # the folder of a divided model's optimizer in a checkpoint
+OPTIMIZER = "optimizer"  # the folder of a sharded model's optimizer in a checkpoint
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class AttnResTrainer(ResumableTrainer):
     """A `Trainer` of a model by a [`Recipe`].
 
     Args:
-        model: The model, whole or divided among the processes by `transformers`.
+        model: The model, whole or sharded among the processes by `transformers`.
         recipe: The recipe of the run.
         arguments: The arguments that [`attnres.training.arguments.prepare_arguments`] makes from the recipe.
         options: Other arguments of `Trainer`, such as the data sets.
@@ -84,7 +84,7 @@ class AttnResTrainer(ResumableTrainer):
     Attributes:
         recipe: The recipe.
         stopping: The callback that ends the run after SIGTERM.
-        divided: Whether `transformers` has divided the model among the processes.
+        is_sharded: Whether `transformers` has sharded the model among the processes.
         best_step: The step of the checkpoint that `load_best_model_at_end` has loaded, `None` without one.
 
     Raises:
@@ -106,9 +106,9 @@ class AttnResTrainer(ResumableTrainer):
         callbacks = [Intervals(), *self._callbacks(), self.stopping]
         # The warning is about changing a layer's output in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        self.divided: bool = getattr(model, "is_distributed_loading_by_transformers", False)
-        if self.divided:
-            # `Trainer` cannot save a divided optimizer; `_save_checkpoint` does.
+        self.is_sharded: bool = getattr(model, "is_distributed_loading_by_transformers", False)
+        if self.is_sharded:
+            # `Trainer` cannot save a sharded optimizer; `_save_checkpoint` does.
             arguments.save_only_model = True
         if options.get("eval_dataset") is not None:
             options["eval_dataset"] = NumberedRows(options["eval_dataset"])
@@ -187,7 +187,7 @@ class AttnResTrainer(ResumableTrainer):
     def _hold_back(self, optimizer: torch.optim.Optimizer, schedule: LambdaLR, steps: int) -> None:
         """Set the rate of all but the residual tensors to 0 in the first `steps`.
 
-        Freezing these parameters would be simpler, but not every engine that divides models can do so during a run.
+        Freezing these parameters would be simpler, but not every engine that shards models can do so during a run.
         """
         if not steps:
             return
@@ -297,7 +297,7 @@ class AttnResTrainer(ResumableTrainer):
             return super()._save(output_dir, state_dict)
         is_main, is_checkpoint = self.args.should_save, self._saving_in is not None
         sharding = getattr(model.config, "distributed_config", None)
-        if self.divided and not is_checkpoint:
+        if self.is_sharded and not is_checkpoint:
             state_dict = model.gather_sharded_state_dict_for_save(
                 model, model.state_dict(), sharding, save_on_this_rank=is_main
             )
@@ -305,7 +305,7 @@ class AttnResTrainer(ResumableTrainer):
         if state_dict is not None:
             # Gathering copies tied weights, and `save_pretrained` does not see that the copies are tied.
             state_dict = {name: state_dict[name] for name in state_dict if name not in model.all_tied_weights_keys}
-        in_parts = self.divided and is_checkpoint
+        in_parts = self.is_sharded and is_checkpoint
         with _untied(model) if in_parts else contextlib.nullcontext():
             # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
             model.save_pretrained(
@@ -327,7 +327,7 @@ class AttnResTrainer(ResumableTrainer):
                 shutil.rmtree(self._saving_in, ignore_errors=True)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
-            if self.divided:
+            if self.is_sharded:
                 folder = f"{self._saving_in}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
                 self._save_optimizer_and_scheduler(folder)
                 self._save_rng_state(folder)
@@ -385,16 +385,16 @@ class AttnResTrainer(ResumableTrainer):
         """Load the weights of the best checkpoint, in this folder."""
         super()._load_best_model()
 
-    # Checkpoints of divided models: each process reads and writes its part.
+    # Checkpoints of sharded models: each process reads and writes its part.
 
     @property
     def has_optimizer_parts(self) -> bool:
         """Return whether each process writes its part of the optimizer's state into a checkpoint."""
-        return self.divided
+        return self.is_sharded
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        # A divided model has been loaded from the checkpoint already.
-        if not self.divided:
+        # A sharded model has been loaded from the checkpoint already.
+        if not self.is_sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -435,7 +435,7 @@ class AttnResTrainer(ResumableTrainer):
 def _untied(model: PreTrainedModel) -> Generator[None]:
     """Give tied parameters memory of their own for a while.
 
-    `transformers` writes all parameters of a divided checkpoint, and `safetensors` refuses those that share memory, as
+    `transformers` writes all parameters of a sharded checkpoint, and `safetensors` refuses those that share memory, as
     they do in a resumed run.
     """
     model.state_dict()  # FSDP2 puts the parts of parameters into the modules before it reads them

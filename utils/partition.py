@@ -1,11 +1,11 @@
-"""Divide a sequence of costs into consecutive parts whose most expensive part costs as little as possible."""
+"""Partition a sequence of costs into consecutive parts whose most expensive part costs as little as possible."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 
 
-def divide_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> list[slice]:
-    """Divide layers so that the most expensive stage costs as little as possible.
+def partition_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> list[slice]:
+    """Partition layers into stages so that the most expensive stage costs as little as possible.
 
     Args:
         costs: The cost of each layer.
@@ -13,7 +13,7 @@ def divide_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> lis
         last: A cost that is added to the last stage, such as that of the head.
 
     Returns:
-        The layers of each stage, at least one. Among the best divisions, the one whose earlier stages are largest.
+        The layers of each stage, at least one. Among the best partitions, the one whose earlier stages are largest.
     """
     sums = [0.0, *accumulate(costs)]
     # The least cost is the sum of some layers in a row, with the head or without it.
@@ -31,15 +31,15 @@ def divide_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> lis
 
 def _fill(sums: Sequence[float], stages: int, last: float, limit: float) -> list[slice]:
     """Give each stage as many layers as the limit allows. Return an empty list if the last stage exceeds it."""
-    layers, start, divided = len(sums) - 1, 0, []
+    layers, start, filled = len(sums) - 1, 0, []
     for following in range(stages - 1, 0, -1):
         most = layers - following  # the following stages need a layer each
         end = max((j for j in range(start + 1, most + 1) if sums[j] - sums[start] <= limit), default=None)
         if end is None:
             return []
-        divided.append(slice(start, end))
+        filled.append(slice(start, end))
         start = end
-    return [*divided, slice(start, layers)] if sums[layers] - sums[start] + last <= limit else []
+    return [*filled, slice(start, layers)] if sums[layers] - sums[start] + last <= limit else []
 
 
-__all__ = ["divide_layers"]
+__all__ = ["partition_layers"]

@@ -165,7 +165,7 @@ def test_a_revision_of_a_directory_is_refused(tmp_path):
     assert "--revision belongs to models on the Hub" in on_one_line(done.output)
 
 
-def test_the_recipe_takes_the_division_of_each_layout_that_runs_here():
+def test_the_recipe_takes_the_sizes_of_each_layout_that_runs_here():
     for *sizes, reshard, virtual in product(*[(1, 2, 4)] * 5, (False, True), (1, 2)):
         data, tensor, pipeline, expert, shard = sizes
         layout = Layout(*sizes, reshard, virtual=virtual)

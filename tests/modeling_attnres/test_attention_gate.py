@@ -343,7 +343,7 @@ def test_adapters_of_all_linear_layers_merge_into_a_gate(build, token_ids, place
     torch.testing.assert_close(adapted.merge_and_unload()(token_ids).logits, expected, rtol=0, atol=1e-4)
 
 
-def test_tensor_parallelism_divides_a_gate_like_its_projection():
+def test_tensor_parallelism_shards_a_gate_like_its_projection():
     plans = {}
     for place, granularity in (form[1:] for form in FORMS if form[0] == "llama"):
         config = AutoConfig.for_model("attnres_llama", **LLAMA | gate(place, granularity))

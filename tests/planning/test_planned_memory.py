@@ -129,7 +129,7 @@ def test_the_peak_of_inference_and_the_cache_are_those_of_a_real_pass(config, ba
     assert planned.cache + planned.peak() == pytest.approx(live.peak, rel=0.1)
 
 
-def test_tensor_parallelism_divides_activations_where_the_backbone_has_a_plan(backbones):
+def test_tensor_parallelism_shards_activations_where_the_backbone_has_a_plan(backbones):
     kept = {}
     for case in ("llama", "mixtral", "qwen3"):
         config = backbones.member_config(case, residual_connection="attn_res")

@@ -1,4 +1,4 @@
-"""Plans divide the weights of the meta device, need less memory on more devices, and name the largest part."""
+"""Plans shard the weights of the meta device, need less memory on more devices, and name the largest part."""
 
 from dataclasses import replace
 
@@ -299,7 +299,7 @@ def test_a_job_that_cannot_be_is_refused(arguments, message):
         Job(*arguments)
 
 
-def test_a_model_that_tensor_parallelism_cannot_divide_is_refused(tiny):
+def test_a_model_that_tensor_parallelism_cannot_shard_is_refused(tiny):
     with pytest.raises(ValueError, match="5 devices cannot share a dimension of "):
         tiny.trace(5)
 

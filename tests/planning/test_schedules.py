@@ -15,7 +15,7 @@ from attnres.planning.schedules import (
     sent_bytes,
     simulate,
 )
-from attnres.utils.partition import divide_layers
+from attnres.utils.partition import partition_layers
 
 numbers = st.integers(1, 6)
 
@@ -139,17 +139,17 @@ def test_interleaved_stages_keep_the_same_from_twice_as_many_micro_batches_as_ra
 
 
 @given(costs=st.lists(st.integers(1, 9), min_size=1, max_size=7), data=st.data(), last=st.integers(0, 9))
-def test_layers_are_divided_so_that_no_other_division_has_a_cheaper_dearest_stage(costs, data, last):
+def test_no_other_partition_of_layers_has_a_cheaper_dearest_stage(costs, data, last):
     stages = data.draw(st.integers(1, len(costs)))
 
     def dearest(bounds) -> int:
         sums = [sum(costs[start:end]) for start, end in pairwise([0, *bounds, len(costs)])]
         return max([*sums[:-1], sums[-1] + last])
 
-    divided = divide_layers(costs, stages, last)
-    ends = [stage.stop for stage in divided]
-    assert len(divided) == stages and ends[-1] == len(costs) and all(stage.start < stage.stop for stage in divided)
-    assert [stage.start for stage in divided] == [0, *ends[:-1]]
+    parts = partition_layers(costs, stages, last)
+    ends = [stage.stop for stage in parts]
+    assert len(parts) == stages and ends[-1] == len(costs) and all(stage.start < stage.stop for stage in parts)
+    assert [stage.start for stage in parts] == [0, *ends[:-1]]
     best = min(dearest(bounds) for bounds in combinations(range(1, len(costs)), stages - 1))
     assert dearest(ends[:-1]) == best
 

@@ -122,7 +122,7 @@ def test_an_index_that_is_not_that_of_the_weights_is_named(content, message, sha
         check_checkpoint(sharded)
 
 
-def test_a_missing_part_of_divided_weights_is_named(checkpoint):
+def test_a_missing_part_of_sharded_weights_is_named(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "shard-00001-model-00001-of-00002.safetensors")
     for number in (0, 1):
         torch.save(CONTENT["rng_state.pth"], checkpoint / f"rng_state_{number}.pth")

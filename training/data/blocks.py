@@ -121,7 +121,7 @@ def _stream(documents: Documents, encoder: Encoder, length: int, seed: int | Non
         raise ValueError(_describe_no_block(" ".join(documents.spec.paths), 0, 0, length, documents.skipped))
     arguments = {"documents": documents, "encoder": encoder, "length": length, "seed": seed, "separate": separate}
     # No `features` and no format: with either, `datasets` converts each token to a Python number, 50 times slower. No
-    # list among the arguments: `datasets` would divide it among workers, which changes the order.
+    # list among the arguments: `datasets` would shard it among workers, which changes the order.
     return IterableDataset.from_generator(_generate, gen_kwargs=arguments)
 
 

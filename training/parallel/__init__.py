@@ -1,1 +1,1 @@
-"""Divide a model among processes: by its layers (pipeline), matrices, experts or the sequence."""
+"""Train a model on several processes: by pipeline, FSDP2, tensor, expert and sequence parallelism."""

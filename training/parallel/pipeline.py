@@ -4,14 +4,16 @@
     a step        M micro-batches pass through C = P V chunks by a schedule, and their gradients come back
     afterwards    gradients are summed over the D pipelines, and over both ends of a tied embedding
 
-[`Pipeline`] holds the part of one process. `pipeline_transfers` plans what travels, `pipeline_stage` moves it.
+[`TrainingPipeline`] holds the part of one process. `pipeline_transfers` finds what travels, `pipeline_stage` moves it.
 """
 
+import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,23 +26,31 @@ from transformers import PreTrainedModel
 
 from attnres.configuration.counting import count_stored
 
-from .pipeline_cache import BlockCache
-from .pipeline_layers import chunk_layers
-from .pipeline_model import ChunkModule, check_model, is_tied, keep_part, untie, view_of
+from .pipeline_model import (
+    check_model,
+    chunk_layers,
+    decoder_of,
+    embedding_of,
+    head_of,
+    is_tied,
+    keep_part,
+    untie,
+    view_of,
+)
 from .pipeline_settings import SCHEDULES, PipelineSettings, count_replicas
-from .pipeline_stage import CachedStage
-from .pipeline_transfers import State, plan_chunks, trace_states
+from .pipeline_stage import BlockCache, CachedStage, ChunkModule, SentBytes
+from .pipeline_transfers import assign_transfers, trace_states
 
-_MOST_SHAPES = 64  # of micro-batches and batches, whose states are remembered
+_MOST_SHAPES = 64  # of micro-batches, whose states are remembered
 
 
-class Pipeline:
+class TrainingPipeline:
     """The part of one process in pipeline parallel training.
 
     Args:
         model: The model, whole or of [`make_part`](attnres.training.parallel.pipeline_parts.make_part). It is cut in
             place: afterwards it holds the layers of this process, and placeholders for the others.
-        settings: The division.
+        settings: The settings of the pipeline.
         device: The device of this process.
 
     Attributes:
@@ -58,7 +68,7 @@ class Pipeline:
         output_dtype: Dtype of the sublayers' outputs if autocast narrows it; `None` for the embedding's.
 
     Raises:
-        ValueError: The model cannot be cut in this way, or the processes cannot be divided into pipelines.
+        ValueError: The model cannot be cut in this way, or the number of processes is not a multiple of the stages.
     """
 
     def __init__(self, model: PreTrainedModel, settings: PipelineSettings, device: torch.device):
@@ -68,8 +78,9 @@ class Pipeline:
         self.parameters = count_stored(model)
         self.output_dtype: torch.dtype | None = None
         self.forward_contexts: list[Callable[[], AbstractContextManager]] = []
-        embedding = model.get_input_embeddings().weight
-        self._dtype = embedding.dtype
+        embedding = embedding_of(model).weight
+        # Tracing takes as many operations as all reads of the model, and shapes return.
+        self._trace = lru_cache(_MOST_SHAPES)(partial(trace_states, decoder_of(model).config, dtype=embedding.dtype))
         self.embedding_name = next(name for name, tensor in model.named_parameters() if tensor is embedding)
         world, stages = dist.get_world_size(), settings.stages
         self.replicas = count_replicas(settings, world)
@@ -83,8 +94,7 @@ class Pipeline:
         if tied and is_last:
             untie(model)
         keep_part(model, {layer for part in self.layers[self.stage :: stages] for layer in part}, is_first, is_last)
-        if absent := [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]:
-            raise ValueError(f"`{absent[0]}` is on the meta device, and has no values to train: load the model first.")
+        # pyrefly: ignore[bad-argument-type]  # `transformers` wraps `to`, and the checker loses its `self`
         model.to(device)
         self.cache = BlockCache()
         self._modules = [self._make_module(index) for index in range(self.stage, len(self.layers), stages)]
@@ -92,31 +102,27 @@ class Pipeline:
             mesh = DeviceMesh.from_group(self.replica_group, device.type)
             for module in self._modules:
                 shard_module(module, mesh)
-        # After the division, which replaces parameters.
-        self.tied: nn.Parameter | None = None
+        # After FSDP2, which replaces parameters.
+        self.tied: Tensor | None = None
         if tied and (is_first or is_last):
-            self.tied = (model.get_input_embeddings() if is_first else model.get_output_embeddings()).weight
-        self._traced: dict[tuple, list[State]] = {}
+            self.tied = (embedding_of if is_first else head_of)(model).weight
         self._shape: tuple | None = None  # of the micro-batches that `_schedule` and `_stages` are made for
         self._stages: list[CachedStage] = []
         self._schedule: Any = None
-        # Bytes that each chunk has sent, in the current and in the largest step; and the largest transfer.
-        self._sent: dict[str, dict[int, int]] = {"states": {}, "gradients": {}}
-        self._largest_step = {kind: dict(sent) for kind, sent in self._sent.items()}
-        self._largest_transfer = 0
+        self._sent, self._largest_step = SentBytes(), SentBytes()
 
-    def _make_group(self, divided: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    def _make_group(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Make a group of each list of ranks, and return the group of this process or, without one, the last group."""
         timeout = timedelta(seconds=self.settings.timeout)
         mine = None
-        for ranks in divided:  # every process takes part in making every group
+        for ranks in groups:  # every process takes part in making every group
             group = dist.new_group(ranks, timeout=timeout)
             mine = group if dist.get_rank() in ranks or mine is None else mine
-        return mine
+        return cast(dist.ProcessGroup, mine)
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether FSDP2 divides each stage among the pipelines."""
+        """Return whether FSDP2 shards each stage among the pipelines."""
         return self.settings.fsdp and self.replicas > 1
 
     def _make_module(self, index: int) -> ChunkModule:
@@ -161,21 +167,11 @@ class Pipeline:
             for stage in self._stages:
                 stage.batches = ()
         self.cache.check_empty()
-        self._count()
         is_last = self.stage == self.settings.stages - 1
         loss = torch.stack(losses).sum() if is_last else torch.zeros((), device=self.device)
         loss = loss.detach().float() / scale
         dist.broadcast(loss, group=self.group, group_src=self.settings.stages - 1)
         return loss
-
-    def _trace(self, rows: int, length: int) -> list[State]:
-        """Return the states of a micro-batch before each layer and after the last one."""
-        # To trace takes as many operations as all reads of the model, and shapes return.
-        dtypes = self._dtype, self.output_dtype
-        if (key := (rows, length, *dtypes)) not in self._traced:
-            kept = [*self._traced.items()][-_MOST_SHAPES + 1 :]
-            self._traced = {**dict(kept), key: trace_states(self.model.config, rows, length, *dtypes)}
-        return self._traced[key]
 
     @contextmanager
     def _in_contexts(self) -> Generator[None]:
@@ -191,10 +187,10 @@ class Pipeline:
         if shape == self._shape:
             return
         settings = self.settings
-        states = self._trace(*shape[1:])
-        chunks = plan_chunks(states, self.layers, settings.stages, settings.cache)
+        states = self._trace(*shape[1:], output_dtype=self.output_dtype)
+        chunks = assign_transfers(states, self.layers, settings.stages, settings.cache)
         self._stages = [
-            CachedStage(module, chunk, len(chunks), self.device, self.group, self.cache)
+            CachedStage(module, chunk, len(chunks), self.device, self.group, self._sent)
             for module, chunk in zip(self._modules, chunks[self.stage :: settings.stages], strict=True)
         ]
         # The loss is the chunk's output. Gradients are summed, since each loss is divided by the labels of the batch.
@@ -225,7 +221,7 @@ class Pipeline:
                 one.wait()
         if self.tied is not None and self.tied.requires_grad:
             gradient = self.tied.grad
-            # Both ends are divided in the same way.
+            # Both ends are sharded in the same way.
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=self._ends_group)
 
     @torch.no_grad()
@@ -239,8 +235,12 @@ class Pipeline:
             The norm before, a scalar.
         """
         is_copy = self.stage > 0  # of a tied embedding, whose gradient counts once
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        counted = [parameter.grad for parameter in parameters if not (is_copy and parameter is self.tied)]
+        parameters = [*self.model.parameters()]
+        counted = [
+            parameter.grad
+            for parameter in parameters
+            if parameter.grad is not None and not (is_copy and parameter is self.tied)
+        ]
         square = torch.zeros((), device=self.device)
         if counted:
             total = nn.utils.get_total_norm(counted)
@@ -263,10 +263,10 @@ class Pipeline:
             The logits `[batch, seq, vocab]` on the last process of the pipeline, and `None` on the others.
         """
         shape, stages = batch["input_ids"].shape, self.settings.stages
-        states = self._trace(*shape)
+        states = self._trace(*shape, output_dtype=self.output_dtype)
         # Without a cache, since nothing is kept for a backward pass, and batches may have any size.
-        chunks = plan_chunks(states, self.layers, stages, cache=False)
-        result = None
+        chunks = assign_transfers(states, self.layers, stages, cache=False)
+        result: Any = None
         for module, chunk in zip(self._modules, chunks[self.stage :: stages], strict=True):
             received = [piece.empty(self.device) for piece in chunk.received]
             for tensor in received:
@@ -275,8 +275,9 @@ class Pipeline:
             with torch.enable_grad():
                 result = module.eval()(*received, chunk=chunk, batch=batch)
             if self.is_sharded:
-                for part in filter(lambda part: isinstance(part, FSDPModule), module.modules()):
-                    part.reshard()  # the backward pass would do it
+                for part in module.modules():
+                    if isinstance(part, FSDPModule):
+                        part.reshard()  # the backward pass would do it
             if not module.is_last:
                 for tensor in result:
                     dist.send(tensor.detach(), group=self.group, group_dst=(chunk.index + 1) % stages)
@@ -284,22 +285,15 @@ class Pipeline:
 
     # Counts
 
-    def _count(self) -> None:
-        """Add the bytes that the stages have sent to the counts of the step."""
-        for stage in self._stages:
-            for kind, sent in self._sent.items():
-                sent[stage.stage_index] = sent.get(stage.stage_index, 0) + stage.sent[kind]
-                stage.sent[kind] = 0
-            self._largest_transfer = max(self._largest_transfer, stage.largest)
-
     def end_step(self) -> None:
         """Close the counts of an optimizer step, in which gradients may have come from several batches."""
-        if sum(self._sent["states"].values()) >= sum(self._largest_step["states"].values()):
-            self._largest_step = {kind: dict(sent) for kind, sent in self._sent.items()}
-        self._sent = {"states": {}, "gradients": {}}
+        if self._sent.states.total() >= self._largest_step.states.total():
+            self._largest_step = copy.deepcopy(self._sent)
+        self._sent.states.clear()
+        self._sent.gradients.clear()
 
     def results(self) -> dict[str, Any]:
-        """Return the division and the counts of bytes, for `results.json`. All processes call it together.
+        """Return the settings and the counts of bytes, for `results.json`. All processes call it together.
 
         Returns:
             The settings, and of one pipeline: `sent_bytes` and `sent_gradient_bytes`, what all transfers of an
@@ -307,10 +301,12 @@ class Pipeline:
             to the next; `peak_transition_bytes`, the most bytes that the state of one micro-batch had in one transfer;
             and `cached_bytes_peak`, the most bytes that the cache of a process has held.
         """
-        mine = self._largest_step | {"peak": self._largest_transfer, "cached": self.cache.peak_bytes}
+        step = self._largest_step
+        mine = step.states, step.gradients.total(), self._sent.peak, self.cache.peak_bytes
         gathered: list[Any] = [None] * self.settings.stages
         dist.all_gather_object(gathered, mine, group=self.group)
-        states = {index: count for one in gathered for index, count in one["states"].items()}
+        states, gradients, peaks, cached = zip(*gathered)
+        transitions = [sum(sent[index] for sent in states) for index in range(len(self.layers) - 1)]
         settings = self.settings
         return {
             "stages": settings.stages,
@@ -320,36 +316,36 @@ class Pipeline:
             "replicas": self.replicas,
             "cache": settings.cache,
             "layers": [len(part) for part in self.layers],
-            "sent_bytes": sum(states.values()),
-            "sent_gradient_bytes": sum(sum(one["gradients"].values()) for one in gathered),
-            "transition_bytes": [states[index] for index in sorted(states)][:-1],
-            "peak_transition_bytes": max(one["peak"] for one in gathered),
-            "cached_bytes_peak": max(one["cached"] for one in gathered),
+            "sent_bytes": sum(transitions),
+            "sent_gradient_bytes": sum(gradients),
+            "transition_bytes": transitions,
+            "peak_transition_bytes": max(peaks),
+            "cached_bytes_peak": max(cached),
         }
 
 
 def shard_module(module: ChunkModule, mesh: DeviceMesh) -> None:
-    """Divide the parameters of a chunk among the pipelines by FSDP2: layers, embedding and head each by itself.
+    """Shard the parameters of a chunk among the pipelines by FSDP2: layers, embedding and head each by itself.
 
     Args:
         module: The chunk.
         mesh: The processes with the same stage.
 
     Raises:
-        ValueError: A module has parameters of several dtypes, which FSDP2 cannot divide together.
+        ValueError: A module has parameters of several dtypes, which FSDP2 cannot shard together.
     """
     view = module.view
     # The other modules, such as norms, stay with the chunk itself. The call of a key norm returns its weight, which
-    # FSDP2 would free at once if the norm were divided by itself.
-    parts = [*view.base_model.layers, view.get_input_embeddings(), view.get_output_embeddings(), module]
+    # FSDP2 would free at once if the norm were sharded by itself.
+    parts = [*decoder_of(view).layers, embedding_of(view), head_of(view), module]
     for part in parts:
         dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in part.parameters()})
         if len(dtypes) > 1:
             raise ValueError(
-                f"`fsdp` of the recipe's `pipeline` cannot divide a model with parameters in {' and '.join(dtypes)}: "
+                f"`fsdp` of the recipe's `pipeline` cannot shard a model with parameters in {' and '.join(dtypes)}: "
                 "load it in float32 (`config.dtype=float32` in the recipe), with `trainer.bf16=true`."
             )
-        # The engine looks at the chunk to see whether a stage is divided.
+        # The engine looks at the chunk to see whether a stage is sharded.
         if dtypes or part is module:
             # Many micro-batches pass between the forward and the backward pass of one. If each freed the matrices, they
             # would be gathered anew for each, and a split backward pass would read freed memory.
@@ -378,4 +374,4 @@ def split_batch(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:
     ]
 
 
-__all__ = ["Pipeline", "split_batch"]
+__all__ = ["TrainingPipeline", "split_batch"]

@@ -7,12 +7,12 @@ number of stages.
 
 import json
 import random
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,12 +23,12 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoints import cannot_resume, check_size
-from .pipeline import Pipeline
+from .pipeline import TrainingPipeline
 
 LARGEST_FILE = 5 * 10**9  # bytes
 
 
-def save_parts(pipeline: Pipeline, folder: Path, is_checkpoint: bool) -> None:
+def save_parts(pipeline: TrainingPipeline, folder: Path, is_checkpoint: bool) -> None:
     """Write the model into a folder, each process its part. All processes call it together.
 
     Args:
@@ -56,7 +56,9 @@ def save_parts(pipeline: Pipeline, folder: Path, is_checkpoint: bool) -> None:
             # `save_pretrained` writes on the first process only.
             if not is_checkpoint:
                 tensors = revert_weight_conversion(pipeline.model, tensors)
-            for number, part in enumerate(_files(tensors)):
+            files = split_torch_state_dict_into_shards(tensors, max_shard_size=LARGEST_FILE).filename_to_tensors
+            for number, names in enumerate(files.values()):
+                part = {name: tensors[name].contiguous() for name in names}
                 save_file(part, folder / _part(pipeline.stage, number), metadata={"format": "pt"})
         _name_parts(pipeline, folder)
     dist.barrier()
@@ -67,7 +69,7 @@ def _part(stage: int, number: int) -> str:
     return f".part-{stage:05d}-{number:05d}.safetensors"
 
 
-def _whole_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
+def _whole_tensors(pipeline: TrainingPipeline) -> dict[str, Tensor]:
     """Return the tensors of this process by name, without the copy of a tied embedding, which the first one writes."""
     model, tensors = pipeline.model, {}
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -79,20 +81,7 @@ def _whole_tensors(pipeline: Pipeline) -> dict[str, Tensor]:
     return tensors
 
 
-def _files(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Divide tensors into files, at the limit of `LARGEST_FILE`."""
-    part, size = {}, 0
-    for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > LARGEST_FILE:
-            yield part
-            part, size = {}, 0
-        part[name] = tensor.contiguous()
-        size += tensor.nbytes
-    if part:
-        yield part
-
-
-def _name_parts(pipeline: Pipeline, folder: Path) -> None:
+def _name_parts(pipeline: TrainingPipeline, folder: Path) -> None:
     """Give the files of all processes their numbers, and write the index."""
     mine = {}
     for path in sorted(folder.glob(f".part-{pipeline.stage:05d}-*.safetensors")):
@@ -114,7 +103,7 @@ def _name_parts(pipeline: Pipeline, folder: Path) -> None:
 
 
 @torch.no_grad()
-def load_part(pipeline: Pipeline, folder: Path) -> None:
+def load_part(pipeline: TrainingPipeline, folder: Path) -> None:
     """Read the tensors of this process from a checkpoint, whatever number of processes has written it.
 
     Args:
@@ -148,7 +137,7 @@ def load_part(pipeline: Pipeline, folder: Path) -> None:
 def load_schedule(scheduler: LambdaLR, path: Path) -> None:
     """Continue a schedule at the step of a checkpoint.
 
-    The rates of its groups come from this run: another number of stages divides the parameters into other groups.
+    The rates of its groups come from this run: with another number of stages, a process has other groups of parameters.
 
     Args:
         scheduler: The schedule.

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attnres.checkpoints.whole import Part
 
-from .pipeline_layers import chunk_layers
-from .pipeline_model import check_model, view_of
+from .pipeline_model import check_model, chunk_layers, view_of
 from .pipeline_settings import PipelineSettings
 
 
@@ -26,7 +25,7 @@ def part_of(settings: PipelineSettings, stage: int) -> Part:
     """Return a function that gives the names of the tensors that a process of a pipeline holds.
 
     Args:
-        settings: The division.
+        settings: The settings of the pipeline.
         stage: The place of the process in its pipeline.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Plan which tensors of the depth state travel between the chunks of a pipeline (section 4 of the paper).
+"""Find which tensors of the depth state travel between the chunks of a pipeline (section 4 of the paper).
 
 The state of a residual connection is a tuple of tensors. A read or a write that leaves a tensor as it is returns the
 same object, so the objects tell which parts of the state are finished: for Block AttnRes the embedding and the blocks.
 [`trace_states`] runs the connections, without the layers, on the meta device, and numbers the objects. From these
-numbers [`plan_chunks`] decides what a transfer must carry:
+numbers [`assign_transfers`] decides what a transfer must carry:
 
     naive     every tensor of the state
     cached    the tensors that the receiving process has neither received nor made, for this micro-batch
@@ -15,6 +15,7 @@ With the cache, a transfer carries at most `P N_p` blocks: the blocks since the 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -36,11 +37,6 @@ class Piece:
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Return its size in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def empty(self, device: torch.device | str) -> Tensor:
         """Return a tensor of this shape and dtype, with any values."""
@@ -146,8 +142,8 @@ def trace_states(
     return states
 
 
-def plan_chunks(states: Sequence[State], layers: Sequence[range], processes: int, cache: bool) -> list[Chunk]:
-    """Plan the transfers between the chunks of a pipeline.
+def assign_transfers(states: Sequence[State], layers: Sequence[range], processes: int, cache: bool) -> list[Chunk]:
+    """Assign to each chunk of a pipeline the tensors that it receives, keeps and sends.
 
     Args:
         states: The states before each layer and after the last one, of [`trace_states`].
@@ -158,48 +154,36 @@ def plan_chunks(states: Sequence[State], layers: Sequence[range], processes: int
     Returns:
         The chunks, in order.
     """
-    befores = [states[part.start] for part in layers]
-    afters = [states[part.stop] for part in layers]
-    received: list[tuple[Piece, ...]] = []
-    for index, before in enumerate(befores):
-        held: set[int] = set()
-        for earlier in range(index % processes, index if cache else 0, processes):
-            held |= {*befores[earlier].numbers, *afters[earlier].numbers}
-        # The first chunk embeds the tokens by itself.
-        received.append(tuple(piece for piece in before.pieces if index and piece.number not in held))
+    borders = [(states[part.start], states[part.stop]) for part in layers]
+    numbers = [dict.fromkeys((*before.numbers, *after.numbers)) for before, after in borders]
+    # For each chunk, the tensors that its process has received or made in earlier chunks.
+    known = [{*chain(*numbers[index % processes : index : processes])} for index in range(len(layers))]
     cached = [
-        tuple(number for number in before.numbers if index and number not in {piece.number for piece in brought})
-        for index, (before, brought) in enumerate(zip(befores, received))
+        tuple(number for number in before.numbers if cache and number in held)
+        for (before, _), held in zip(borders, known)
+    ]
+    # The first chunk embeds the tokens by itself, and the last one sends nothing.
+    received = [
+        tuple(piece for piece in before.pieces if piece.number not in taken)
+        for (before, _), taken in zip(borders[1:], cached[1:])
     ]
     chunks = []
     for index, part in enumerate(layers):
-        later = {number for other in range(index + processes, len(layers), processes) for number in cached[other]}
-        earlier = range(index % processes, index, processes)
-        held = {n for other in earlier for n in (*befores[other].numbers, *afters[other].numbers)}
-        own = dict.fromkeys((*befores[index].numbers, *afters[index].numbers))
+        later = {*chain(*cached[index + processes :: processes])}
         chunks.append(
             Chunk(
                 index,
-                part,
-                befores[index],
-                afters[index],
-                received[index],
-                cached[index],
-                received[index + 1] if index + 1 < len(layers) else (),
-                tuple(number for number in own if number in later and number not in held),
-                tuple(number for number in cached[index] if number not in later),
+                layers=part,
+                before=borders[index][0],
+                after=borders[index][1],
+                received=((), *received)[index],
+                cached=cached[index],
+                sent=(*received, ())[index],
+                kept=tuple(number for number in numbers[index] if number in later and number not in known[index]),
+                freed=tuple(number for number in cached[index] if number not in later),
             )
         )
     return chunks
 
 
-def transfer_bytes(chunks: Sequence[Chunk]) -> list[int]:
-    """Return the bytes of state that each transfer carries for one micro-batch.
-
-    The first item is the transfer from chunk 0 to chunk 1.
-    The gradients take the same way back, and the same number of bytes.
-    """
-    return [sum(piece.num_bytes for piece in chunk.sent) for chunk in chunks[:-1]]
-
-
-__all__ = ["Chunk", "Piece", "State", "plan_chunks", "trace_states", "transfer_bytes"]
+__all__ = ["Chunk", "Piece", "State", "assign_transfers", "trace_states"]

@@ -1,13 +1,13 @@
 """Sequence parallelism beside tensor parallelism (AttnRes, section 4): each rank keeps the depth state of its tokens.
 
-With n ranks and T tokens, between the divided matrices
+With n ranks and T tokens, between the sharded matrices
 
     rank r holds       tokens r S .. (r + 1) S - 1 of sources, partial sums and norms, with S = ceil(T / n)
     before a matrix    all-gather along the sequence        [batch, S, hidden] -> [batch, T, hidden]
     after a matrix     reduce-scatter along the sequence    [batch, T, hidden] -> [batch, S, hidden]
 
-Together the two move the same bytes as the all-reduce of plain tensor parallelism, and the memory of the block states
-is divided by n. The model's files know nothing of this: [`shard_sequence`] replaces the `forward` of the modules at
+Together the two move the same bytes as the all-reduce of plain tensor parallelism, and block states take 1/n of the
+memory. The model's files know nothing of this: [`shard_sequence`] replaces the `forward` of the modules at
 these borders, as `transformers` does for tensor parallelism. Norms and residual connections work on one token at a
 time, so they run on a rank's tokens unchanged. Their gradients are sums over tokens, and so are summed over the ranks.
 
@@ -16,37 +16,38 @@ The collectives with their gradients are in `sequence_split.py`. How the modules
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial, wraps
-from typing import Any
+from functools import wraps
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel, EmbeddingParallel
 
-from attnres.decoder_attnres import DepthReader, ResidualModel
+from attnres.decoder_attnres import DepthReader, ResidualDecoderLayer, ResidualModel
 from attnres.residual_attnres import DepthState
 from attnres.rows_attnres import shape_of
 
 from .sequence_split import SequenceSplit, gather, scatter
 from .sequence_styles import SequenceSharding, install_at_embedding, install_at_head, leave_in_parts
-from .tensor_parallel import check_head, parameter_names, rule_name, sum_gradients_of_norms, tensor_parallel_mesh
+from .tensor_parallel import parameter_names, rule_name, sum_gradients_of_norms, tensor_parallel_mesh
 
 # The keyword by which a decoder passes the split of its tokens to its layers.
 _SPLIT = "sequence_split"
 
 
 def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
-    """Divide the depth state of a model along the sequence, among the ranks that divide its matrices.
+    """Shard the depth state of a model along the sequence, among the ranks that shard its matrices.
 
     ```python
     >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=4))
     >>> shard_sequence(model).generate(prompt, prefill_chunk_size=16384)
     ```
 
-    Inputs and outputs stay the same. Passes with gradients are divided, and passes without of at least as many tokens
-    as there are ranks, such as a prefill. Sublayers of which every rank has the whole, such as Kimi Linear's attention,
-    compute all tokens on every rank; their inputs are gathered, and their outputs cut.
+    Inputs and outputs stay the same. All passes with gradients are sharded. A pass without them is sharded if it has at
+    least as many tokens as there are ranks, as a prefill has. Sublayers of which every rank has the whole, such as Kimi
+    Linear's attention, compute all tokens on every rank; their inputs are gathered, and their outputs cut.
 
     Args:
         model: A model of the family that `transformers` has loaded with tensor parallelism, with or without a head. It
@@ -56,17 +57,14 @@ def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
         The model.
 
     Raises:
-        ValueError: The model is not of the family, its matrices are not divided, its sequence is divided already, its
-            experts are divided by expert parallelism, its plan divides a module that computes single tokens, or its
-            plan divides the head and not the embedding, and the two are tied.
+        ValueError: The model is not of the family or has value residuals, its matrices are not sharded, its sequence is
+            sharded already, its experts are sharded by expert parallelism, or its plan shards a module that computes
+            single tokens.
     """
-    decoder = _check_model(model)
+    decoder, mesh = _check_model(model)
     prefix = "" if decoder is model else f"{model.base_model_prefix}."
     plan = {name: ALL_PARALLEL_STYLES[style] for name, style in model.tp_plan.items()}
-    mesh = tensor_parallel_mesh(decoder)
-    if mesh is None:
-        raise ValueError("no matrix of this model is divided: give a `tp_plan` that divides some.")
-    sum_gradients_of_norms(check_head(model))
+    sum_gradients_of_norms(model)
     sharding = SequenceSharding(mesh.get_group())
 
     embedding = decoder.get_input_embeddings()
@@ -76,7 +74,7 @@ def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
         install_at_embedding(embedding, style, sharding, mesh)
     # Modules that need all tokens of a row, or work on matrices. All other modules compute single tokens.
     mixing = {embedding}
-    for i, layer in enumerate(decoder.layers):
+    for i, layer in enumerate(cast(Iterable[ResidualDecoderLayer], decoder.layers)):
         for name in _mixing_modules(layer):
             module = getattr(layer, name)
             mixing.add(module)
@@ -91,7 +89,7 @@ def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
     if (getattr(model.config.distributed_config, "dp_size", None) or 1) > 1:
         # FSDP2 puts the whole parameters of a module in place when the module, or one around it, is called.
         for module, names in single.items():
-            module.register_forward_pre_hook(partial(_sum_in_call, sharding, names))
+            sharding.gradients.watch_calls(module, names)
         single = {}
     decoder.forward = _split_pass(decoder, sharding, single)
 
@@ -102,44 +100,43 @@ def shard_sequence(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _check_model(model: PreTrainedModel) -> ResidualModel:
-    """Return the decoder of a model. Raise ValueError if its sequence cannot be divided."""
+def _check_model(model: PreTrainedModel) -> tuple[ResidualModel, DeviceMesh]:
+    """Return the decoder and the ranks that shard its matrices. Raise ValueError if it cannot be sequence parallel."""
     decoder = model.base_model if isinstance(model, PreTrainedModel) else None
     if not isinstance(decoder, ResidualModel):
         raise ValueError(
-            f"the sequence of a {type(model).__name__} cannot be divided: the model must be of this family. Convert it "
-            "by `attnres convert` first."
+            f"sequence parallelism needs a model of this family, not a {type(model).__name__}: convert it by "
+            "`attnres convert` first."
         )
-    if (getattr(model, "tp_size", None) or 1) < 2:
+    mesh = tensor_parallel_mesh(decoder)
+    if mesh is None:
         raise ValueError(
-            "the sequence is divided among the ranks that divide the matrices, but this model has its matrices whole: "
-            "load it with `distributed_config=DistributedConfig(tp_size=N)`."
+            "sequence parallelism needs sharded matrices, but this model has its matrices whole: load it with "
+            "`distributed_config=DistributedConfig(tp_size=N)`, and with a `tp_plan` if its class has none."
         )
     if (getattr(model.config.distributed_config, "ep_size", None) or 1) > 1:
-        raise ValueError("the sequence cannot be divided beside expert parallelism: leave out `ep_size`.")
+        raise ValueError("sequence parallelism does not work beside expert parallelism: leave out `ep_size`.")
     if decoder.config.value_residual is not None:
-        raise ValueError(
-            "the sequence of a model with value residuals cannot be divided: use tensor parallelism alone."
-        )
+        raise ValueError("sequence parallelism does not work with value residuals: use tensor parallelism alone.")
     if "forward" in vars(decoder):
-        raise ValueError("the sequence of this model is divided already, or another tool has replaced its `forward`.")
-    return decoder
+        raise ValueError("this model is sequence parallel already, or another tool has replaced its `forward`.")
+    return decoder, mesh
 
 
 def _check_whole(decoder: ResidualModel, single: Mapping[nn.Module, Iterable[str]]) -> None:
-    """Raise ValueError if a parameter of a module that computes single tokens is divided among the ranks."""
+    """Raise ValueError if a parameter of a module that computes single tokens is sharded among the ranks."""
     places = {module: name for name, module in decoder.named_modules()}
     for module, names in single.items():
         for name in names:
             parameter = module._parameters[name]
             if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
                 raise ValueError(
-                    f"the tensor-parallel plan divides `{places[module]}.{name}`, whose module computes single tokens: "
-                    "leave it out of `tp_plan` to divide the sequence."
+                    f"the tensor-parallel plan shards `{places[module]}.{name}`, whose module computes single tokens: "
+                    "leave it out of `tp_plan`, or leave out sequence parallelism."
                 )
 
 
-def _mixing_modules(layer: nn.Module) -> list[str]:
+def _mixing_modules(layer: ResidualDecoderLayer) -> list[str]:
     """Return the names of a layer's attention and MLP: the modules of its sublayers that have matrices.
 
     Norms and dropouts, which compute single tokens, have none.
@@ -151,10 +148,6 @@ def _mixing_modules(layer: nn.Module) -> list[str]:
 def _owners(module: nn.Module) -> dict[str, nn.Module]:
     """Return the parts of a module that hold parameters, by name."""
     return {name: part for name, part in module.named_modules() if parameter_names(part)}
-
-
-def _sum_in_call(sharding: SequenceSharding, names: list[str], module: nn.Module, args: tuple) -> None:
-    sharding.gradients.watch(module, names)
 
 
 def _gather_around(module: nn.Module, sharding: SequenceSharding, is_partial: bool) -> None:
@@ -187,7 +180,7 @@ def _in_split_of_pass(forward: Callable, sharding: SequenceSharding, is_first: b
     def forward_in_split(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         split = kwargs.pop(_SPLIT, None)
         if split is not None and is_first:
-            if isinstance(hidden_states, DTensor):  # of a divided embedding
+            if isinstance(hidden_states, DTensor):  # of a sharded embedding
                 hidden_states = split.pad(hidden_states.to_local(), 1)
             else:
                 hidden_states = scatter(hidden_states, split, 1, False)
@@ -230,13 +223,14 @@ def _split_pass(
         sharding: The sequence parallelism.
         single: Modules that compute single tokens, with the names of parameters whose gradients are to be summed.
     """
-    forward = decoder.forward
+    forward: Callable[..., Any] = decoder.forward
+    names = cast(tuple[str, ...], decoder.argument_names)  # set when the class of the decoder is made
 
     @wraps(forward)
     def forward_split(*args: Any, **kwargs: Any) -> Any:
-        for module, names in single.items():
-            sharding.gradients.watch(module, names)
-        shape = shape_of(dict(zip(decoder.argument_names, args)) | kwargs)
+        for module, parameters in single.items():
+            sharding.gradients.watch(module, parameters)
+        shape = shape_of(dict(zip(names, args)) | kwargs)
         split = None if shape is None else sharding.split_of(shape[1])
         if split is None:
             with sharding.splitting(None):
@@ -259,7 +253,7 @@ def _split_pass(
 
 
 def _feed_head(forward: Callable, sharding: SequenceSharding) -> Callable:
-    """Return the `forward` of a language model whose divided head takes the decoder's output.
+    """Return the `forward` of a language model whose sharded head takes the decoder's output.
 
     The ranks then sum the gradient of that output once, by tokens. Without the head, all ranks compute all of it.
     """

@@ -4,6 +4,7 @@ Every rank has S = ceil(T / n) of T tokens, because collectives want equal parts
 zeros, and no result depends on them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .tensor_parallel import GradientSum
-
 # torch 2.13 has renamed these two functions, and warns of the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_IS_RENAMED = hasattr(dist, "all_gather_single")
+_all_gather = getattr(dist, "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor")
+_reduce_scatter = getattr(dist, "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor")
 
 
 @dataclass(frozen=True)
@@ -99,17 +99,13 @@ def scatter(full: Tensor, split: SequenceSplit, dim: int, is_partial: bool) -> T
     return _Scatter.apply(full, split, dim, is_partial)
 
 
-def count_once(full: Tensor, size: int) -> Tensor:
-    """Return a tensor whose gradient, which all `size` ranks compute alike, is divided by their number.
-
-    For an input of a sublayer whose gradients are summed over the ranks.
-    """
-    return _CountOnce.apply(full, size)
-
-
-def sum_gradient(full: Tensor, gradients: GradientSum) -> Tensor:
-    """Return a tensor whose gradient, of which each rank computes a part, is summed over the ranks."""
-    return _SumGradient.apply(full, gradients)
+def with_gradient(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor whose gradient goes through the function `change` before it reaches the given one."""
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(change)
+    return alias
 
 
 class _Gather(torch.autograd.Function):
@@ -138,28 +134,4 @@ class _Scatter(torch.autograd.Function):
         return split.all_gather(grad, dim), None, None, None
 
 
-class _CountOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, full: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return full.view_as(full)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.size, None
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, full: Tensor, gradients: GradientSum) -> Tensor:
-        ctx.gradients = gradients
-        return full.view_as(full)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradients.sum(grad), None
-
-
-__all__ = ["SequenceSplit", "count_once", "gather", "scatter", "sum_gradient"]
+__all__ = ["SequenceSplit", "gather", "scatter", "with_gradient"]

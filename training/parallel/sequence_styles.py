@@ -1,7 +1,7 @@
-"""The modules of a sublayer while its sequence is divided: styles in the place of those of tensor parallelism.
+"""The modules of a sublayer under sequence parallelism: styles in the place of those of tensor parallelism.
 
-A style of `transformers` divides the weights of a module, and communicates before and after its `forward`. The styles
-here divide weights in the same way. While a pass is split, the input of a sublayer is gathered once for all its
+A style of `transformers` shards the weights of a module, and communicates before and after its `forward`. The styles
+here shard weights in the same way. While a pass is split, the input of a sublayer is gathered once for all its
 matrices, whose gradients are summed together, and its outputs are summed once by a reduce-scatter.
 """
 
@@ -24,7 +24,7 @@ from transformers.distributed.tensor_parallel import (
     TensorParallelLayer,
 )
 
-from .sequence_split import SequenceSplit, count_once, sum_gradient
+from .sequence_split import SequenceSplit, with_gradient
 from .tensor_parallel import GradientSum
 
 # The name of a rule in a plan of tensor parallelism: its style.
@@ -35,12 +35,12 @@ class SequenceSharding:
     """The sequence parallelism of one model: its group of ranks, and the split of the pass that is running.
 
     Args:
-        group: The ranks that divide the model's matrices.
+        group: The ranks that shard the model's matrices.
 
     Attributes:
         gradients: Sums the gradients of modules that compute single tokens.
         split: The split of the running pass; `None` outside of a pass, and in one that is not split.
-        feeds_head: Whether the running pass is that of a language model whose head is divided.
+        feeds_head: Whether the running pass is that of a language model whose head is sharded.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -70,7 +70,7 @@ class SequenceSharding:
 
 
 class _EmbeddingToShards(EmbeddingParallel):
-    """A divided embedding whose result is divided by tokens. It is a DTensor, so it has the shape of all tokens."""
+    """A sharded embedding that leaves each rank its tokens. Its result is a DTensor with the shape of all tokens."""
 
     def __init__(self, style: EmbeddingParallel, sharding: SequenceSharding):
         super().__init__(shard_dim=style.shard_dim)
@@ -127,16 +127,16 @@ class _ExpertsInParts(MoeExpertsParallel):
             return super().transform_inputs_pre_forward(module, args, kwargs, mesh)
         hidden_states, indices, weights, *rest = args
         # The router is whole on every rank, so it needs the whole gradient of its weights `[tokens, top_k]`.
-        return (hidden_states, indices, sum_gradient(weights, self.sharding.gradients), *rest), kwargs
+        return (hidden_states, indices, with_gradient(weights, self.sharding.gradients.sum), *rest), kwargs
 
-    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Tensor:
+    def transform_output_post_forward(self, module: nn.Module, output: Tensor, mesh: DeviceMesh) -> Any:
         return (
             output if self.sharding.split is not None else super().transform_output_post_forward(module, output, mesh)
         )
 
 
 def _install(style: TensorParallelLayer, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Put another style in the place of the one by which `transformers` divides a module."""
+    """Put another style in the place of the one by which `transformers` shards a module."""
     vars(module).pop("forward", None)  # a style is installed as this attribute, in front of the method of the class
     style.install_forward(module, mesh)
 
@@ -144,26 +144,12 @@ def _install(style: TensorParallelLayer, module: nn.Module, mesh: DeviceMesh) ->
 def install_at_embedding(
     embedding: nn.Module, style: EmbeddingParallel, sharding: SequenceSharding, mesh: DeviceMesh
 ) -> None:
-    """Make a divided embedding leave each rank its tokens, while a pass is split.
-
-    Args:
-        embedding: The embedding.
-        style: The style by which `transformers` has divided it.
-        sharding: The sequence parallelism.
-        mesh: The ranks that divide the matrices.
-    """
+    """Make an embedding that `transformers` shards by `style` leave each rank its tokens, while a pass is split."""
     _install(_EmbeddingToShards(style, sharding), embedding, mesh)
 
 
 def install_at_head(head: nn.Module, style: ColwiseParallel, sharding: SequenceSharding, mesh: DeviceMesh) -> None:
-    """Make a divided head leave the gradient of its input in parts, while a pass of the language model is split.
-
-    Args:
-        head: The head.
-        style: The style by which `transformers` has divided it.
-        sharding: The sequence parallelism.
-        mesh: The ranks that divide the matrices.
-    """
+    """Make a head that `transformers` shards by `style` leave the gradient of its input in parts, in a split pass."""
     _install(_ColwiseOfGathered(style, sharding, is_head=True), head, mesh)
 
 
@@ -177,7 +163,7 @@ def leave_in_parts(module: nn.Module, rules: Styles, sharding: SequenceSharding,
         module: An attention or MLP.
         rules: The styles of its parts that hold parameters, by name; `None` for a part that is whole on every rank.
         sharding: The sequence parallelism.
-        mesh: The ranks that divide the matrices.
+        mesh: The ranks that shard the matrices.
 
     Returns:
         Whether the module was changed.
@@ -211,9 +197,10 @@ def leave_in_parts(module: nn.Module, rules: Styles, sharding: SequenceSharding,
 
 
 def _count_router_once(sharding: SequenceSharding, router: nn.Module, args: tuple) -> tuple | None:
-    if sharding.split is None or not torch.is_grad_enabled():
+    if sharding.split is None:
         return None
-    return count_once(args[0], sharding.size), *args[1:]
+    # All ranks compute the whole gradient of the router's input, and the sublayer sums the ranks' gradients.
+    return with_gradient(args[0], lambda gradient: gradient / sharding.size), *args[1:]
 
 
 __all__ = ["SequenceSharding", "Styles", "install_at_embedding", "install_at_head", "leave_in_parts"]

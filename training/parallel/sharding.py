@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, __version__
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
 from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -25,7 +25,8 @@ from attnres.utils.wording import counted
 
 from ..launch import Launch
 from ..settings import ShardingSettings
-from .tensor_parallel import check_head, sum_gradients_of_norms
+from ..trainer import AttnResTrainer
+from .tensor_parallel import sum_gradients_of_norms
 
 # accelerate's types of runs in which each process has the whole model.
 _UNSHARDED = (DistributedType.NO, DistributedType.MULTI_CPU)
@@ -45,20 +46,20 @@ def make_sharding(settings: ShardingSettings | None) -> DistributedConfig | None
         sharding = DistributedConfig(**settings.model_dump(exclude_unset=True, exclude={"sequence_parallel"}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"`distributed` of the recipe: {error}") from error
-    return sharding if sharding.dp_size * sharding.tp_size > 1 else None
+    return sharding if sharding.dp_size * (sharding.tp_size or 1) > 1 else None
 
 
 def check_engine(state: PartialState, launch: Launch) -> None:
-    """Raise RuntimeError if accelerate cannot shard the model by FSDP here.
+    """Raise RuntimeError if accelerate would not shard the model as the launcher asks.
 
-    On CPUs accelerate ignores FSDP, and trains a whole model in each process.
+    On CPUs accelerate ignores FSDP, and trains a whole model in each process. `Trainer` does not know Megatron-LM.
 
     Args:
         state: The processes of the run.
         launch: What the launcher asks for.
     """
-    if launch.uses_fsdp and state.distributed_type in _UNSHARDED:
-        raise RuntimeError(_describe_not_sharded("FSDP"))
+    if launch.uses_megatron or (launch.uses_fsdp and state.distributed_type in _UNSHARDED):
+        raise RuntimeError(_describe_not_sharded("Megatron-LM" if launch.uses_megatron else "FSDP"))
 
 
 def allow_tensor_parallel_on_cpus(state: PartialState, sharding: DistributedConfig | None) -> None:
@@ -71,11 +72,11 @@ def allow_tensor_parallel_on_cpus(state: PartialState, sharding: DistributedConf
         state: The processes of the run.
         sharding: The sharding by the recipe's `distributed`; `None` without one.
     """
-    if sharding is not None and sharding.tp_size > 1 and state.distributed_type == DistributedType.MULTI_CPU:
+    if sharding is not None and (sharding.tp_size or 1) > 1 and state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU
 
 
-def describe_sharding(trainer: Trainer, sharding: DistributedConfig | None) -> str:
+def describe_sharding(trainer: AttnResTrainer, sharding: DistributedConfig | None) -> str:
     """Describe in a line how many processes train, and how they share the model.
 
     Args:
@@ -86,27 +87,25 @@ def describe_sharding(trainer: Trainer, sharding: DistributedConfig | None) -> s
         The line, such as `8 processes, the model sharded by transformers (FSDP2 8)`.
 
     Raises:
-        RuntimeError: The model is not sharded as the recipe or the settings of accelerate ask for.
+        RuntimeError: accelerate ignores `trainer.fsdp` of the recipe, or the launcher's DeepSpeed.
     """
-    engines = {"FSDP": trainer.is_fsdp_enabled, "DEEPSPEED": trainer.is_deepspeed_enabled, "MEGATRON_LM": False}
-    for engine, is_made in engines.items():
-        if parse_flag_from_env(f"ACCELERATE_USE_{engine}") and not is_made:
-            raise RuntimeError(_describe_not_sharded(engine))
-    if (trainer.args.fsdp and not trainer.is_fsdp_enabled) or (trainer.args.deepspeed and not engines["DEEPSPEED"]):
-        raise RuntimeError(_describe_not_sharded("`fsdp`" if trainer.args.fsdp else "`deepspeed`"))
-    if sharding is not None and not getattr(trainer.model, "is_distributed_loading_by_transformers", False):
-        raise RuntimeError("`distributed` of the recipe is set, but `transformers` did not shard the model.")
+    if trainer.args.fsdp and not trainer.is_fsdp_enabled:
+        raise RuntimeError(_describe_not_sharded("FSDP"))
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not trainer.is_deepspeed_enabled:
+        raise RuntimeError(_describe_not_sharded("DeepSpeed"))
     count = trainer.args.world_size
     processes = f"{count} processes"
-    if sharding is not None:
+    settings = trainer.recipe.distributed
+    if sharding is not None and settings is not None:
         sizes = {"dp_replicate_size": "replicas", "fsdp_size": "FSDP2", "tp_size": "TP", "ep_size": "EP"}
         parts = [f"{title} {size}" for name, title in sizes.items() if (size := getattr(sharding, name, None) or 1) > 1]
-        parts += ["sequence parallel"] if trainer.recipe.distributed.sequence_parallel else []
+        parts += ["sequence parallel"] if settings.sequence_parallel else []
         return f"{processes}, the model sharded by transformers ({', '.join(parts)})"
     if trainer.is_fsdp_enabled:
         version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
         return f"{processes}, the model sharded by accelerate (FSDP{version})"
     if trainer.is_deepspeed_enabled:
+        # pyrefly: ignore[missing-attribute]  # there is one, since DeepSpeed is enabled
         stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
         return f"{processes}, the model sharded by DeepSpeed (ZeRO-{stage})"
     if count > 1:
@@ -177,7 +176,7 @@ def load_sharded(
     """
     if source is not None and not _joins_tensors(source):
         model = load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=sharding, **config)
-        return sum_gradients_of_norms(check_head(model))
+        return sum_gradients_of_norms(model)
     state = PartialState()
     if state.is_main_process:
         shutil.rmtree(start, ignore_errors=True)
@@ -192,7 +191,7 @@ def load_sharded(
     # `transformers` saves a model in the layout that it was loaded from. `start` is not in a published layout, but the
     # run's result must be.
     vars(model).pop("_weight_conversions", None)
-    return sum_gradients_of_norms(check_head(model))
+    return sum_gradients_of_norms(model)
 
 
 def _joins_tensors(source: str) -> bool:

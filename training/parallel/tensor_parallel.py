@@ -1,4 +1,4 @@
-"""Helpers for models that `transformers` has divided by tensor parallelism, and a correction of their gradients.
+"""Helpers for models that `transformers` has sharded by tensor parallelism, and a correction of their gradients.
 
 The norm of each head's queries and keys, in Qwen3 and Gemma 3, is whole on every rank, but a rank computes only its
 heads. So the gradients of its weight are summed over the ranks. `transformers` 5.23 sums the whole `grad` after each
@@ -8,8 +8,6 @@ backward pass, and with accumulated batches sums the earlier ones again: for two
 
 import re
 from collections.abc import Iterable
-from functools import wraps
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +44,10 @@ class GradientSum:
                 self._hooked[key] = parameter
                 parameter.register_hook(self.sum)
 
+    def watch_calls(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Sum the gradients of a module's parameters in each pass that calls the module; see [`watch`]."""
+        module.register_forward_pre_hook(lambda module, args: self.watch(module, names))
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, of one shape."""
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -64,44 +66,18 @@ def rule_name(name: str) -> str:
 
 
 def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the ranks that divide the matrices of a model; `None` if no matrix is divided."""
+    """Return the ranks that shard the matrices of a model; `None` if no matrix is sharded."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
             return parameter.device_mesh["tp"]
     return None
 
 
-def check_head(model: PreTrainedModel) -> PreTrainedModel:
-    """Check that the head of a divided model has the part of its weight that its plan says.
-
-    The plan of GPT-NeoX divides the head, but not the embedding. If the two are tied, every rank has the whole weight,
-    and the head of `transformers` fails, which expects a part.
-
-    Args:
-        model: A model, divided by `transformers` or not.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: The weight of a divided head is whole.
-    """
-    head, plan = model.get_output_embeddings(), getattr(model, "tp_plan", None) or {}
-    is_whole = head is not None and not isinstance(head.weight, DTensor)
-    if is_whole and "lm_head" in plan and tensor_parallel_mesh(model) is not None:
-        raise ValueError(
-            f"the tensor-parallel plan of {model.config.model_type} divides the head, but not the token embedding, to "
-            "which the head is tied here: `transformers` cannot compute this. Divide the model by FSDP2, or train one "
-            "with `tie_word_embeddings: false`."
-        )
-    return model
-
-
 def sum_gradients_of_norms(model: PreTrainedModel) -> PreTrainedModel:
-    """Sum the gradients of norms of single heads over the ranks that divide the heads, once for each backward pass.
+    """Sum the gradients of norms of single heads over the ranks that shard the heads, once for each backward pass.
 
     Args:
-        model: A model, divided by `transformers` or not. It is changed in place. A second call changes nothing, and
+        model: A model, sharded by `transformers` or not. It is changed in place. A second call changes nothing, and
             neither does the first where `transformers` sums the gradients once.
 
     Returns:
@@ -114,7 +90,7 @@ def sum_gradients_of_norms(model: PreTrainedModel) -> PreTrainedModel:
     for name, module in model.named_modules():
         if plan.get(rule_name(name)) == "replicated_with_grad_allreduce" and sums_again(module):
             del module.forward  # the function of `transformers`, in front of the method of the class
-            _watch_calls(module, sums)
+            sums.watch_calls(module, parameter_names(module))
     return model
 
 
@@ -128,21 +104,8 @@ def sums_again(module: nn.Module) -> bool:
     return code is not None and "register_post_accumulate_grad_hook" in code.co_names
 
 
-def _watch_calls(module: nn.Module, sums: GradientSum) -> None:
-    """Make each call of a module sum the gradients of its parameters."""
-    forward, names = module.forward, parameter_names(module)
-
-    @wraps(forward)
-    def forward_and_watch(*args: Any, **kwargs: Any) -> Any:
-        sums.watch(module, names)
-        return forward(*args, **kwargs)
-
-    module.forward = forward_and_watch
-
-
 __all__ = [
     "GradientSum",
-    "check_head",
     "parameter_names",
     "rule_name",
     "sum_gradients_of_norms",

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))  # the script is run by its p
 from attnres.backbones_attnres import config_on
 from attnres.kimi_linear_configuration_attnres import AttnResConfig
 from attnres.residual_attnres import residual_tensors
-from attnres.training.parallel.pipeline import Pipeline
+from attnres.training.parallel.pipeline import TrainingPipeline
 from attnres.training.parallel.pipeline_settings import PipelineSettings
 from tests.conftest import TINY
 
@@ -162,7 +162,7 @@ def run(described: dict) -> dict:
     whole = copy.deepcopy(exact)
     if described["narrow"] == "weights":
         exact = copy.deepcopy(whole.bfloat16()).float()
-    pipeline = Pipeline(copy.deepcopy(whole), settings, torch.device("cpu"))
+    pipeline = TrainingPipeline(copy.deepcopy(whole), settings, torch.device("cpu"))
     autocast = nullcontext
     if described["narrow"] == "autocast":
         autocast = partial(torch.autocast, "cpu", torch.bfloat16)
@@ -243,7 +243,7 @@ def pairs(part: PreTrainedModel, whole: PreTrainedModel) -> list[tuple[torch.Ten
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole that may be divided by FSDP2."""
+    """Return a whole tensor, of which FSDP2 may have given this process a shard."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

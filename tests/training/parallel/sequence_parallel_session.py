@@ -1,4 +1,4 @@
-"""Compare divided models with whole ones: `torchrun ... sequence_parallel_session.py FOLDER`.
+"""Compare sharded models with whole ones: `torchrun ... sequence_parallel_session.py FOLDER`.
 
 FOLDER holds a directory for each model. The first process computes what is expected in one process, and each process
 compares what it has itself. The largest differences over all processes go into `results.json` in the folder.
@@ -25,7 +25,6 @@ from tests.live import SentBytes, growth_over_layers
 # Lengths: not divisible by four ranks, and less than the number of ranks; and divisible.
 LENGTHS, EVEN = (13, 3), 16
 TRAINED, THOROUGH = ("llama", "qwen3", "kimi_linear"), ("llama", "kimi_linear")
-REFUSED = "gpt_neox, tied"  # its plan divides the head, but not the embedding
 
 
 def batches(length: int) -> list[dict[str, Tensor]]:
@@ -121,27 +120,27 @@ def largest_difference(found: dict[str, Tensor], compute: Callable[[], dict[str,
 
 
 def compare(folder: Path, size: int) -> dict[str, Any]:
-    """Compare a model that is divided among all processes, in training and in inference."""
+    """Compare a model that is sequence parallel among all processes, in training and in inference."""
     whole = AutoModelForCausalLM.from_pretrained(folder) if dist.get_rank() == 0 else None
-    divided = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=size))
-    shard_sequence(divided)
+    sharded = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=size))
+    shard_sequence(sharded)
     # Two models go through everything, the others through the longest way.
     is_thorough = folder.name in THOROUGH
     result = {}
     for length in LENGTHS if is_thorough else LENGTHS[:1]:
         recompute = length == LENGTHS[0]
-        found = train(divided, length, recompute)
+        found = train(sharded, length, recompute)
         expected = partial(train, whole, length, recompute)
         result[f"training, length {length}"] = largest_difference(found, expected)
     if is_thorough:
-        result["inference"] = largest_difference(infer(divided, LENGTHS[0]), partial(infer, whole, LENGTHS[0]))
+        result["inference"] = largest_difference(infer(sharded, LENGTHS[0]), partial(infer, whole, LENGTHS[0]))
     if folder.name in TRAINED:
-        result["steps of training"] = largest_difference(descend(divided), partial(descend, whole))
+        result["steps of training"] = largest_difference(descend(sharded), partial(descend, whole))
     return result
 
 
 def measure(folder: Path, size: int) -> dict[str, Any]:
-    """Measure memory and communication of the whole model, of plain tensor parallelism, and of the divided sequence."""
+    """Measure memory and communication of the whole model, of tensor parallelism, and of sequence parallelism."""
     models = {"whole": AutoModelForCausalLM.from_pretrained(folder)}
     for name in ("matrices", "sequence"):
         models[name] = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=size))
@@ -173,28 +172,28 @@ def measure(folder: Path, size: int) -> dict[str, Any]:
 Change = Callable[[PreTrainedModel], Any]
 
 
-def divided_gradients(
-    folder: Path, division: DistributedConfig, change: Change, is_autocast: bool = False, **options: Any
+def sharded_gradients(
+    folder: Path, sharding: DistributedConfig, change: Change, is_autocast: bool = False, **options: Any
 ) -> dict[str, Tensor]:
-    """Return the gradients of a model that is divided; each group of processes computes a part of the batch.
+    """Return the gradients of a sharded model; each group of processes computes a part of the batch.
 
     Args:
         folder: The directory of the model.
-        division: The division; its `dp_size` is the number of parts of the batch.
-        change: A function that changes the divided model.
+        sharding: The sharding; its `dp_size` is the number of parts of the batch.
+        change: A function that changes the sharded model.
         is_autocast: Whether to compute in bfloat16 by autocast.
         options: Options of `from_pretrained`.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=division, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sharding, **options)
     change(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-        train(model, LENGTHS[0], True, (dist.get_rank() // division.tp_size, division.dp_size))
+        train(model, LENGTHS[0], True, (dist.get_rank() // sharding.tp_size, sharding.dp_size))
     # FSDP2 takes the mean over the parts of the batch, of losses that are sums.
-    return {name: division.dp_size * grad for name, grad in gradients(model).items()}
+    return {name: sharding.dp_size * grad for name, grad in gradients(model).items()}
 
 
 def whole_gradients(folder: Path, is_autocast: bool = False, **options: Any) -> dict[str, Tensor]:
-    """Return the gradients of the whole model; the arguments are those of `divided_gradients`."""
+    """Return the gradients of the whole model; the arguments are those of `sharded_gradients`."""
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
     with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         train(model, LENGTHS[0], True)
@@ -202,15 +201,15 @@ def whole_gradients(folder: Path, is_autocast: bool = False, **options: Any) -> 
 
 
 def compare_gradients(
-    folder: Path, division: DistributedConfig, change: Change = sum_gradients_of_norms
+    folder: Path, sharding: DistributedConfig, change: Change = sum_gradients_of_norms
 ) -> tuple[float, str]:
-    """Compare the gradients of a divided model with those of the whole one."""
-    return largest_difference(divided_gradients(folder, division, change), partial(whole_gradients, folder))
+    """Compare the gradients of a sharded model with those of the whole one."""
+    return largest_difference(sharded_gradients(folder, sharding, change), partial(whole_gradients, folder))
 
 
-def errors_in_16_bits(folder: Path, division: DistributedConfig, change: Change, **how: Any) -> dict[str, float]:
-    """Return the errors of all gradients in bfloat16, of the divided and of the whole model, against float32."""
-    found = {"divided": divided_gradients(folder, division, change, **how)}
+def errors_in_16_bits(folder: Path, sharding: DistributedConfig, change: Change, **how: Any) -> dict[str, float]:
+    """Return the errors of all gradients in bfloat16, of the sharded and of the whole model, against float32."""
+    found = {"sharded": sharded_gradients(folder, sharding, change, **how)}
     if dist.get_rank() > 0:
         return {}
     found["whole"], exact = whole_gradients(folder, **how), whole_gradients(folder)
@@ -223,34 +222,24 @@ def errors_in_16_bits(folder: Path, division: DistributedConfig, change: Change,
     return {way: (norm(grads[k] - exact[k] for k in exact) / size).item() for way, grads in found.items()}
 
 
-# Divisions of four processes, by the names of the fields of `DistributedConfig`.
-DIVISIONS = {
+# Shardings among four processes, by the names of the fields of `DistributedConfig`.
+SHARDINGS = {
     "FSDP2 replicas": {"fsdp_size": 2, "dp_replicate_size": 2},
     "TP x FSDP2": {"tp_size": 2, "fsdp_size": 2},
     "EP x FSDP2": {"fsdp_size": 4, "ep_size": 2},
 }
 
 
-def refusal(folder: Path, size: int) -> str:
-    """Return the error by which the sequence of a model is not divided."""
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=size))
-    try:
-        shard_sequence(model)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def divide_further(folder: Path, size: int) -> dict[str, Any]:
-    """Compare the divisions of four processes, and measure memory and communication."""
+def compare_shardings(folder: Path, size: int) -> dict[str, Any]:
+    """Compare the shardings among four processes, and measure memory and communication."""
     results: dict[str, Any] = {"llama": {"measured": measure(folder / "llama", size)}, "kimi_linear": {}}
     for name in THOROUGH:
-        division = DistributedConfig(**DIVISIONS["TP x FSDP2"])
-        results[name]["training beside FSDP2"] = compare_gradients(folder / name, division, shard_sequence)
+        sharding = DistributedConfig(**SHARDINGS["TP x FSDP2"])
+        results[name]["training beside FSDP2"] = compare_gradients(folder / name, sharding, shard_sequence)
     hybrid, half = folder / "kimi_linear", {"dtype": torch.bfloat16}
-    for name, fields in DIVISIONS.items():
+    for name, fields in SHARDINGS.items():
         results[name] = compare_gradients(hybrid, DistributedConfig(**fields))
-    matrices, experts = DistributedConfig(tp_size=size), DistributedConfig(**DIVISIONS["EP x FSDP2"])
+    matrices, experts = DistributedConfig(tp_size=size), DistributedConfig(**SHARDINGS["EP x FSDP2"])
     results["16 bits"] = {
         "TP with sequence parallelism": errors_in_16_bits(hybrid, matrices, shard_sequence, **half),
         "the same by autocast": errors_in_16_bits(hybrid, matrices, shard_sequence, is_autocast=True),
@@ -259,15 +248,15 @@ def divide_further(folder: Path, size: int) -> dict[str, Any]:
     return results
 
 
-def divide_matrices(folder: Path, size: int) -> dict[str, Any]:
+def compare_tensor_parallel(folder: Path, size: int) -> dict[str, Any]:
     """Compare tensor parallelism alone, with and without the correction for norms."""
-    division = DistributedConfig(tp_size=size)
+    sharding = DistributedConfig(tp_size=size)
     results: dict[str, Any] = {
-        f"TP of {name}": compare_gradients(folder / name, division) for name in ("qwen3", "gemma3", "kimi_k3")
+        f"TP of {name}": compare_gradients(folder / name, sharding) for name in ("qwen3", "gemma3", "kimi_k3")
     }
     was_corrected = []
     compared = compare_gradients(
-        folder / "qwen3", division, lambda model: was_corrected.append(any(map(sums_again, model.modules())))
+        folder / "qwen3", sharding, lambda model: was_corrected.append(any(map(sums_again, model.modules())))
     )
     return results | {"TP without the correction": (compared, any(was_corrected))}
 
@@ -276,13 +265,13 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     size = dist.get_world_size()
-    models = sorted(path for path in folder.iterdir() if path.is_dir() and path.name != REFUSED)
+    models = sorted(path for path in folder.iterdir() if path.is_dir())
     results = {path.name: compare(path, size) for path in models}
     if results.keys() >= {*THOROUGH}:
-        further = divide_further(folder, size)
+        further = compare_shardings(folder, size)
         results = further | {name: results[name] | further[name] for name in results}
     else:
-        results |= {REFUSED: refusal(folder / REFUSED, size)} | divide_matrices(folder, size)
+        results |= compare_tensor_parallel(folder, size)
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()

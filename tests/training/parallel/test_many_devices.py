@@ -1,4 +1,4 @@
-"""A model divided among two or four processes, on CPUs, trains as in one: FSDP2, tensor and expert parallel."""
+"""A model sharded among two or four processes, on CPUs, trains as in one: FSDP2, tensor and expert parallel."""
 
 import json
 import os
@@ -216,7 +216,7 @@ def test_several_processes_give_the_run_of_one(
 @pytest.mark.parametrize(
     ("distributed", "stop"),
     [((), "a signal"), (("distributed={fsdp_size: 2}",), "a kill")],
-    ids=["whole, a signal", "divided, a kill"],
+    ids=["whole, a signal", "sharded, a kill"],
 )
 def test_a_run_of_two_processes_that_is_stopped_resumes_bit_for_bit(distributed, stop, single, arguments, tmp_path):
     stopped, expected = tmp_path / "stopped", tmp_path / "expected"
@@ -266,8 +266,8 @@ def test_a_pipeline_gives_the_run_of_one_process_and_resumes_also_with_more_stag
     ways = "micro_batch_size=2", "trainer.gradient_checkpointing=true"
     command = arguments("kimi_k3", expected, *ways, "pipeline={stages: 2, virtual: 2, microbatches: 2}")
     output = run_to_the_end(command)
-    division = "2 stages with 2 chunks (Interleaved1F1B, 2 micro-batches, layers 1+1+1+1, time limit 600 s)"
-    assert f"2 processes, each of {division}" in output
+    stages = "2 stages with 2 chunks (Interleaved1F1B, 2 micro-batches, layers 1+1+1+1, time limit 600 s)"
+    assert f"2 processes, each of {stages}" in output
     assert_same_run(expected, single("kimi_k3"))
     counts = results(expected)["pipeline"]
     assert counts["sent_bytes"] == counts["sent_gradient_bytes"] == sum(counts["transition_bytes"]) > 0
@@ -303,11 +303,11 @@ def test_a_pipeline_gives_the_run_of_one_process_and_resumes_also_with_more_stag
 
 
 @pytest.mark.slow
-def test_two_pipelines_divided_by_fsdp2_give_the_run_of_one_process(single, arguments, tmp_path):
+def test_two_pipelines_sharded_by_fsdp2_give_the_run_of_one_process(single, arguments, tmp_path):
     """Each pipeline computes half of the batch; each of its stages has half of every matrix. Embeddings are tied."""
     changes = "micro_batch_size=2", "pipeline={stages: 2, microbatches: 2, fsdp: true}"
     output = run_to_the_end(arguments("retrofit", tmp_path / "out", *changes), processes=4)
-    assert "4 processes, 2 pipelines divided by FSDP2, each of 2 stages with 1 chunk (1F1B" in output
+    assert "4 processes, 2 pipelines sharded by FSDP2, each of 2 stages with 1 chunk (1F1B" in output
     assert_same_run(tmp_path / "out", single("retrofit"))
 
 
@@ -337,10 +337,10 @@ STOPS = """
 import json, os, signal
 from pathlib import Path
 from attnres.commands.main import main
-from attnres.training.parallel.pipeline import Pipeline
+from attnres.training.parallel.pipeline import TrainingPipeline
 
 folder, rank, batches = Path(os.environ["FOLDER"]), os.environ["RANK"], []
-begin, step = Pipeline.__init__, Pipeline.step
+begin, step = TrainingPipeline.__init__, TrainingPipeline.step
 
 def count_parameters(self, model, *arguments):
     sizes = [[parameter.numel(), parameter.is_meta] for parameter in model.parameters()]
@@ -354,7 +354,7 @@ def stop_after_the_checkpoint(self, *arguments):
         os.kill(os.getpid(), signal.SIGSTOP)
     return step(self, *arguments)
 
-Pipeline.__init__, Pipeline.step = count_parameters, stop_after_the_checkpoint
+TrainingPipeline.__init__, TrainingPipeline.step = count_parameters, stop_after_the_checkpoint
 main()
 """
 
@@ -411,8 +411,8 @@ def test_an_error_of_one_process_is_reported_without_the_lost_connection_of_the_
 
 
 @pytest.mark.slow
-def test_a_division_that_accelerate_would_ignore_is_refused(arguments, tmp_path):
-    """When told to divide a model among CPUs, accelerate trains a whole model in each process."""
+def test_sharding_that_accelerate_would_ignore_is_refused(arguments, tmp_path):
+    """When told to shard a model among CPUs, accelerate trains a whole model in each process."""
     command = ("-m", "attnres_cli", "train", *arguments("retrofit", tmp_path / "out"))
     done = forks.launch(*command, env=environment_of("fsdp2", 2))
     assert done.returncode == 1
@@ -422,7 +422,7 @@ def test_a_division_that_accelerate_would_ignore_is_refused(arguments, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_a_divided_run_with_its_documents(arguments, tmp_path):
+def test_a_loss_that_is_not_finite_ends_a_sharded_run_with_its_documents(arguments, tmp_path):
     # Nothing moves in the first steps, so that there is a good checkpoint.
     start = ("residual_alone=0.5", "residual_lr_factor=0")
     changes = (*start, "learning_rate=1e18", "save_every=1", "distributed={fsdp_size: 2}")
@@ -432,7 +432,7 @@ def test_a_loss_that_is_not_finite_ends_a_divided_run_with_its_documents(argumen
     assert lines and all("valid.txt:" in line and "checkpoint-" in line for line in lines)
 
 
-DIVIDED_IN_16_BITS = """
+SHARDED_IN_16_BITS = """
 import sys
 import torch
 import attnres
@@ -440,8 +440,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 torch.distributed.init_process_group("gloo")
-division = DistributedConfig(fsdp_size=2)
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, distributed_config=division)
+sharding = DistributedConfig(fsdp_size=2)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16, distributed_config=sharding)
 whole = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).state_dict()
 for name, parameter in model.named_parameters():
     assert torch.equal(parameter.full_tensor(), whole[name]), name
@@ -456,15 +456,15 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("member", ["attn_res", "hyper_connections", "Kimi K3"])
-def test_a_model_in_16_bits_with_tensors_in_float32_is_divided_by_transformers(tiny_model, tmp_path, member):
+def test_a_model_in_16_bits_with_tensors_in_float32_is_sharded_by_transformers(tiny_model, tmp_path, member):
     if member == "Kimi K3":
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(load("attnres-k3-tiny", num_hidden_layers=4, vocab_size=99))
     else:
         model = tiny_model(residual_connection=member)
-    # `transformers` cannot divide the published layout of Kimi Linear as it loads it; that of Kimi K3 can be divided.
+    # `transformers` cannot shard the published layout of Kimi Linear as it loads it, but that of Kimi K3.
     model.save_pretrained(tmp_path / "model", save_original_format=member == "Kimi K3")
-    done = forks.launch("-c", DIVIDED_IN_16_BITS, tmp_path / "model", env=ON_CPUS)
+    done = forks.launch("-c", SHARDED_IN_16_BITS, tmp_path / "model", env=ON_CPUS)
     assert done.returncode == 0, done.stderr[-4000:]
     loss = float(done.stdout)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)

@@ -1,9 +1,8 @@
-"""The parts of a pipeline in one process: settings, the division of layers, transfers, and chunks of every model."""
+"""The parts of a pipeline in one process: settings, the layers of chunks, transfers, and chunks of every model."""
 
 import json
 import re
-from itertools import combinations, pairwise
-from types import SimpleNamespace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -18,13 +17,11 @@ from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
 from attnres.training.launch import Launch, check_launch, divide_batch
-from attnres.training.parallel.pipeline import Pipeline, split_batch
-from attnres.training.parallel.pipeline_cache import BlockCache
-from attnres.training.parallel.pipeline_layers import count_costs, divide_layers, listed_layers
-from attnres.training.parallel.pipeline_model import ChunkModule, check_model, view_of
+from attnres.training.parallel.pipeline import split_batch
+from attnres.training.parallel.pipeline_model import check_model, chunk_layers, count_costs, view_of
 from attnres.training.parallel.pipeline_settings import PipelineSettings, count_replicas
-from attnres.training.parallel.pipeline_stage import join_groups
-from attnres.training.parallel.pipeline_transfers import Chunk, plan_chunks, trace_states, transfer_bytes
+from attnres.training.parallel.pipeline_stage import BlockCache, ChunkModule, join_groups
+from attnres.training.parallel.pipeline_transfers import Chunk, assign_transfers, trace_states
 from attnres.training.recipe import Recipe, read_recipe
 
 from ...conversion.backbones import CASES, build
@@ -32,7 +29,12 @@ from ...conversion.backbones import CASES, build
 
 def chunks_of(model, layers: list[range], processes: int, cache: bool = False, batch=2, length=11) -> list[Chunk]:
     states = trace_states(model.config, batch, length)
-    return plan_chunks(states, layers, processes, cache)
+    return assign_transfers(states, layers, processes, cache)
+
+
+def consecutive(counts: list[int]) -> list[range]:
+    """Return the layers of chunks that have these numbers of layers."""
+    return [range(end - count, end) for end, count in zip(accumulate(counts), counts)]
 
 
 def loss_by_chunks(model, chunks: list[Chunk], ids: torch.Tensor, **others) -> torch.Tensor:
@@ -65,8 +67,8 @@ def test_chunks_of_every_backbone_compute_what_the_model_computes(case, token_id
     torch.manual_seed(0)
     model = retrofit(build(case), block_size=3).eval()
     make_vivid(model)
-    layers, head = count_costs(model)
-    assert_same_as_whole(model, chunks_of(model, divide_layers(layers, 3, head), 3), token_ids)
+    layers = chunk_layers(model, PipelineSettings(stages=3))
+    assert_same_as_whole(model, chunks_of(model, layers, 3), token_ids)
 
 
 def test_chunks_of_kimi_k3_compute_what_the_model_computes(token_ids):
@@ -105,7 +107,7 @@ def test_chunks_in_16_bits_compute_what_the_model_computes(connection, way, tiny
     narrow = {"bf16": (torch.bfloat16, None), "autocast": (torch.float32, torch.bfloat16)}[way]
     states = trace_states(model.config, *token_ids.shape, *narrow)
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"), torch.no_grad():
-        by_chunks = loss_by_chunks(model, plan_chunks(states, [range(1), range(1, 4)], 2, False), token_ids)
+        by_chunks = loss_by_chunks(model, assign_transfers(states, [range(1), range(1, 4)], 2, False), token_ids)
         with torch.enable_grad():  # as the chunks read, without an inference plan
             loss = model(token_ids, labels=token_ids, num_items_in_batch=20, use_cache=False).loss
     assert by_chunks.item() == pytest.approx(loss.item(), rel=1e-3)
@@ -152,33 +154,25 @@ def test_a_backward_pass_in_two_parts_gives_the_gradients_of_one(connection, tok
         torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-# The division of layers
+# The layers of chunks
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 4), st.integers(0, 20))
-def test_no_other_division_of_layers_has_a_cheaper_largest_chunk(costs, chunks, last):
-    if len(costs) < chunks:
-        with pytest.raises(ValueError, match=f"the model has {len(costs)} layers"):
-            divide_layers(costs, chunks, last)
-        return
+def test_the_layers_of_chunks_are_about_equal_in_cost_or_listed():
+    fields = {"vocab_size": 99, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_on("llama")(num_hidden_layers=6, **fields))
 
-    def largest(divided):
-        sums = [sum(costs[layer] for layer in part) for part in divided]
-        return max([*sums[:-1], sums[-1] + last])
+    def counts(**fields) -> list[int]:
+        layers = chunk_layers(model, PipelineSettings(stages=2, **fields))
+        assert [layer for part in layers for layer in part] == [*range(6)]
+        return [*map(len, layers)]
 
-    divided = divide_layers(costs, chunks, last)
-    assert [layer for part in divided for layer in part] == [*range(len(costs))]
-    assert len(divided) == chunks and all(divided)
-    borders = combinations(range(1, len(costs)), chunks - 1)
-    others = ([range(a, b) for a, b in pairwise((0, *inner, len(costs)))] for inner in borders)
-    assert largest(divided) == min(map(largest, others))
-
-
-def test_93_layers_are_divided_among_8_chunks_with_fewer_beside_the_head():
-    assert [len(part) for part in divide_layers([1.0] * 93, 8, last=2.0)] == [12] * 7 + [9]
-    assert [*map(len, listed_layers((12, 81), 93))] == [12, 81]
-    with pytest.raises(ValueError, match="add up to 92, but the model has 93 layers"):
-        listed_layers((12, 80), 93)
+    assert counts() == [3, 3]
+    assert counts(layers=[1, 5]) == [1, 5]
+    with pytest.raises(ValueError, match="add up to 5, but the model has 6 layers"):
+        counts(layers=[1, 4])
+    with pytest.raises(ValueError, match=r"the model has 6 layers, but `stages` times `virtual` .* is 8"):
+        counts(virtual=4)
 
 
 def test_the_cost_of_a_layer_counts_the_experts_that_a_token_uses(tiny_model):
@@ -198,9 +192,9 @@ def counted(processes: int, virtual: int, cache: bool, layers: list[int], block_
         hidden_size=16, num_attention_heads=2, num_hidden_layers=sum(layers), attn_res_block_size=block_size
     )
     states = trace_states(config, batch=1, length=1)
-    chunks = plan_chunks(states, listed_layers(layers, sum(layers)), processes, cache)
+    chunks = assign_transfers(states, consecutive(layers), processes, cache)
     assert len(chunks) == processes * virtual
-    return [count // (16 * 4) for count in transfer_bytes(chunks)]
+    return [len(chunk.sent) for chunk in chunks[:-1]]
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -244,7 +238,7 @@ def test_each_chunk_finds_its_state_and_nothing_stays_in_the_cache(layers, proce
         "residual_connection": connection,
     }
     config = config_on("llama")(num_hidden_layers=sum(layers), **fields)
-    chunks = plan_chunks(trace_states(config, 1, 1), listed_layers(layers, sum(layers)), processes, cache=True)
+    chunks = assign_transfers(trace_states(config, 1, 1), consecutive(layers), processes, cache=True)
     caches = [set() for _ in range(processes)]
     for chunk, sender in zip(chunks, [None, *chunks]):
         cache, received = caches[chunk.index % processes], [piece.number for piece in chunk.received]
@@ -375,7 +369,7 @@ def test_a_pipeline_that_does_not_fit_the_processes_is_refused():
 
 
 @pytest.mark.parametrize("other", ["lora={}", "distributed={fsdp_size: 2}"])
-def test_a_pipeline_excludes_other_divisions(other):
+def test_a_pipeline_excludes_adapters_and_other_sharding(other):
     with pytest.raises(ValueError, match="exclude each other"):
         read_recipe("pretrain", ["model=x", "train=y", "out=z", "pipeline={stages: 2}", other])
 
@@ -388,23 +382,6 @@ def test_models_that_cannot_be_cut_are_refused(backbones, tiny_model):
     with pytest.raises(ValueError, match="auxiliary loss"):
         check_model(model)
     check_model(tiny_model())
-
-
-def test_the_states_of_a_shape_are_traced_once(monkeypatch):
-    traced = []
-    monkeypatch.setattr(
-        "attnres.training.parallel.pipeline.trace_states", lambda config, *shape: traced.append(shape) or shape
-    )
-    pipeline = object.__new__(Pipeline)  # without processes
-    pipeline.model, pipeline._dtype, pipeline.output_dtype = SimpleNamespace(config=None), torch.float32, None
-    pipeline._traced = {}
-    for _ in range(2):
-        for length in (6, 8):
-            assert pipeline._trace(1, length) == (1, length, torch.float32, None)
-    assert len(traced) == 2
-    for length in range(200):
-        pipeline._trace(1, length)
-    assert len(pipeline._traced) == 64
 
 
 @pytest.mark.parametrize("rows, parts, sizes", [(8, 4, [2] * 4), (6, 4, [3] * 2), (5, 4, [5]), (3, 3, [1] * 3)])

@@ -1,4 +1,4 @@
-"""Pipelines of four processes train as one process does, and send what the plan says."""
+"""Pipelines of four processes train as one process does, and send what the formulas of the paper say."""
 
 import json
 from pathlib import Path

@@ -35,7 +35,7 @@ from ..running import ACCELERATE_YAMLS
         ("{fsdp_size: 2, tp_size: 2}", "among 4 processes, but this run has 1."),
     ],
 )
-def test_an_impossible_division_is_refused(settings, message):
+def test_an_impossible_sharding_is_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         recipe = read_recipe("pretrain", ("model=x", "train=y", "out=z", f"distributed={settings}"))
         check_launch(recipe, Launch())
@@ -102,12 +102,12 @@ def test_parameters_of_two_dtypes_are_refused_by_accelerates_fsdp2_without_mixed
     check_fsdp2(model.bfloat16())
 
 
-def test_a_model_that_one_process_holds_is_not_divided():
+def test_a_model_that_one_process_holds_is_not_sharded():
     assert make_sharding(None) is None
     assert make_sharding(ShardingSettings(fsdp_size=1)) is None
 
 
-def test_adapters_of_a_divided_model_are_refused():
+def test_adapters_of_a_sharded_model_are_refused():
     changes = ("model=x", "train=y", "out=z", "distributed={fsdp_size: 2}")
     with pytest.raises(ValueError, match="`distributed` and `lora` of the recipe exclude each other"):
         read_recipe("lora", changes)
