@@ -8,7 +8,8 @@ from torch import Tensor
 
 from attnres.conversion import retrofit
 
-BLOCK_SIZES = {"full": 1, "S=2": 2, "S=3": 3, "S=6": 6}
+# Blocks of 3 sublayers end within layers, and the last one is shorter.
+BLOCK_SIZES = {"full": 1, "S=3": 3}
 EVERY_BLOCK_SIZE = pytest.mark.parametrize("block_size", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
 
 
@@ -16,7 +17,7 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-@EVERY_BLOCK_SIZE
+@pytest.mark.parametrize("block_size", [1, 2, 3])
 def test_logits_stay_the_same(original, block_size):
     model = retrofit(original.model, block_size=block_size)
     assert (model.config.residual_connection, model.config.attn_res_scale) == ("attn_res", "sum")
@@ -27,14 +28,7 @@ def test_logits_stay_the_same(original, block_size):
     assert torch.equal(logits.argmax(-1), original.logits.argmax(-1))
 
 
-@pytest.mark.parametrize(
-    "block_size",
-    # Generation takes longest, and the tests of logits cover S = 2 and S = 6 already.
-    [
-        pytest.param(size, id=name, marks=[pytest.mark.slow] if size in (2, 6) else [])
-        for name, size in BLOCK_SIZES.items()
-    ],
-)
+@EVERY_BLOCK_SIZE
 def test_cached_generation_under_left_padding_stays_the_same(original, block_size, generate):
     sequences, step_logits = generate(retrofit(original.model, block_size=block_size), original.token_ids)
     assert torch.equal(sequences, original.sequences)

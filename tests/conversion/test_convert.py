@@ -15,6 +15,7 @@ from attnres import AttnResForCausalLM
 from attnres.attn_res_attnres import AttnRes
 from attnres.residual_attnres import residual_tensors
 
+from ..cases import each_once
 from ..modeling_attnres import test_published_layout
 from .checkpoints import (
     IDS,
@@ -67,8 +68,7 @@ def copy(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "source"))
 
 
-@pytest.mark.parametrize("shard_size", ["20KB", "1GB"], ids=["sharded", "whole"])
-@pytest.mark.parametrize("case", BACKBONES)
+@pytest.mark.parametrize(("case", "shard_size"), each_once([*BACKBONES], ["20KB", "1GB"]))
 def test_the_result_computes_the_same_function(case, shard_size, tmp_path):
     model = standard_model(case.split(",")[0], **BACKBONES[case])
     model.save_pretrained(tmp_path / "source", max_shard_size=shard_size)

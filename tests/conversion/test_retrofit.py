@@ -19,6 +19,7 @@ from attnres.conversion import retrofit
 from attnres.conversion.retrofit import retrofit_part
 from attnres.residual_attnres import residual_tensors
 
+from ..cases import each_once
 from .checkpoints import change_json, standard_model
 
 BLOCKS = [{"full": True}, {"block_size": 2}, {"block_size": 3}, {"block_size": 6}, {"num_blocks": 2}]
@@ -121,9 +122,14 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("is_declared_tied", [True, False])
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("model_type", ["kimi_linear", "llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("model_type", "head", "is_declared_tied"),
+    [
+        *(("llama", head, is_tied) for head in HEADS for is_tied in (True, False)),
+        *each_once(["kimi_linear"], [*HEADS], [True, False]),
+        ("gemma2", "a separate tensor", False),  # declares it tied by default
+    ],
+)
 def test_the_head_is_tied_if_it_is_the_tensor_of_the_embedding(
     kimi, token_ids, reload, model_type, head, is_declared_tied
 ):

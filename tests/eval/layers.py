@@ -9,7 +9,8 @@ try:
 except RuntimeError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-COMBINATIONS = [("namespaces", "seccomp"), ("landlock", "seccomp"), sandbox.LAYERS]
-EACH_COMBINATION = pytest.mark.parametrize(
-    "layers", [layers for layers in COMBINATIONS if {*layers} <= {*AVAILABLE}], ids="+".join
+ALTERNATIVES = [("namespaces", "seccomp"), ("landlock", "seccomp")]
+EACH_ALTERNATIVE, EACH_COMBINATION = (
+    pytest.mark.parametrize("layers", [layers for layers in all_layers if {*layers} <= {*AVAILABLE}], ids="+".join)
+    for all_layers in (ALTERNATIVES, [*ALTERNATIVES, sandbox.LAYERS])
 )

@@ -18,7 +18,7 @@ import pytest
 from attnres.eval import sandbox
 from attnres.eval.sandbox import LAYERS, Limits, linux
 
-from .layers import EACH_COMBINATION
+from .layers import EACH_ALTERNATIVE, EACH_COMBINATION
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def untouched(tmp_path, monkeypatch):
     victim.wait()
 
 
-@EACH_COMBINATION
+@EACH_ALTERNATIVE
 @pytest.mark.parametrize("name", ATTACKS)
 def test_hostile_program_is_contained_and_fails(name, layers, untouched, folders):
     program, reason = ATTACKS[name]

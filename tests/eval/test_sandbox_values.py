@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from attnres.eval import sandbox
 from attnres.eval.sandbox import wire
 
-from .layers import EACH_COMBINATION
+from ..cases import each_once
+from .layers import AVAILABLE  # skips where no layer is available
 
 # Programs that try to pass `assert answer(3) == 42` without the answer.
 CHEATS = {
@@ -71,18 +72,17 @@ def answer(x): raise Stopped("passed")""",
 }
 
 
-@EACH_COMBINATION
 @pytest.mark.parametrize("name", CHEATS)
-def test_program_passes_only_by_its_values(name, layers):
-    outcome = sandbox.run(CHEATS[name], "assert answer(3) == 42", names=["answer"], layers=layers)
+def test_program_passes_only_by_its_values(name):
+    outcome = sandbox.run(CHEATS[name], "assert answer(3) == 42", names=["answer"])
     assert not outcome.passed, outcome
     honest = CHEATS[name] + "\ndef answer(x): return 42"
     if name in ("equal to everything", "redefined tests", "no such function"):
-        assert sandbox.run(honest, "assert answer(3) == 42", names=["answer"], layers=layers).passed
+        assert sandbox.run(honest, "assert answer(3) == 42", names=["answer"]).passed
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root reads its own memory there")
-@pytest.mark.skipif("landlock" not in sandbox.available(), reason="with namespaces there is no /proc")
+@pytest.mark.skipif("landlock" not in AVAILABLE, reason="with namespaces there is no /proc")
 def test_memory_of_the_program_holds_no_test(monkeypatch):
     """It is forked before the tests are read, so even a scan of all its memory does not find the expected values."""
     readable = [*sandbox._readable(), "/proc"]
@@ -127,8 +127,13 @@ def test_program_cannot_replace_modules_in_the_tests(definition):
     assert sandbox.run(imported, tests, names=["size"], modules=["sys"]).reason.startswith("AssertionError")
 
 
-@pytest.mark.parametrize("name", ["builtins", "__builtins__", "__name__", "sys", "open", "len", "AssertionError"])
-@pytest.mark.parametrize("value", ["None", "lambda *args: 41", "type('A', (), {})"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    each_once(
+        ["builtins", "__builtins__", "__name__", "sys", "open", "len", "AssertionError"],
+        ["None", "lambda *args: 41", "type('A', (), {})"],
+    ),
+)
 def test_names_that_a_program_binds_anew_change_no_verdict(name, value):
     program = f"def f(x): return x + 1\n{name} = {value}"
     assert sandbox.run(program, "assert f(1) == len('ab')", names=["f"]).passed

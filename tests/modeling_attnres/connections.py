@@ -96,10 +96,11 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return actual.shape == expected.shape and difference(actual, expected) <= 1e-5
 
 
-def logits_token_by_token(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+def cached_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """Return the logits of calls with a cache: of a prompt, of two tokens, and of the last three one by one."""
     cache, logits = None, []
-    for token in token_ids.split(1, dim=1):
-        outputs = model(token, **{CACHE: cache}, use_cache=True)
+    for piece in token_ids.split([token_ids.shape[1] - 5, 2, 1, 1, 1], dim=1):
+        outputs = model(piece, **{CACHE: cache}, use_cache=True)
         cache = outputs[CACHE]
         logits.append(outputs.logits)
     return torch.cat(logits, dim=1)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnres.attention_gate_attnres import GATE_FIELDS, GatedAttention, gate_tensors
 
-from .connections import assert_same_gradients, double, gradients, logits_token_by_token
+from .connections import assert_same_gradients, cached_logits, double, gradients
 
 FUNCTIONS = [
     {},
@@ -73,7 +73,7 @@ def test_a_gated_model_follows_its_equations_cached_and_uncached(
         model = build(backbone, **gate(place, granularity, **function))
         expected = straight_line.logits(model.state_dict(), model.config, token_ids)
         assert expected.std() > 0.5
-        for logits in (model(token_ids).logits, logits_token_by_token(model, token_ids)):
+        for logits in (model(token_ids).logits, cached_logits(model, token_ids)):
             torch.testing.assert_close(logits.double(), expected, rtol=0, atol=TOLERANCE)
         assert all((expected - other).abs().max() > 20 * TOLERANCE for other in results), "the functions differ"
         results.append(expected)

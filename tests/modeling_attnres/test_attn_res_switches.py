@@ -14,7 +14,8 @@ from attnres.conversion import retrofit
 from attnres.residual_attnres import ResidualNorm, residual_tensors
 from attnres.training.monitor import depth_attention_summary
 
-from .connections import BACKBONES, assert_reads, build, build_start, connections_of, difference, double
+from ..cases import each_once
+from .connections import assert_reads, build, build_start, connections_of, difference, double
 
 EPS = 0.1  # large enough to matter
 SINGLE = [
@@ -111,9 +112,15 @@ def weights_of(model) -> list[dict[str, Tensor]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("block_size", [1, 3])
-@pytest.mark.parametrize("switches", SINGLE + SEVERAL, ids=text)
-@pytest.mark.parametrize("case", BACKBONES)
+@pytest.mark.parametrize(
+    ("case", "switches", "block_size"),
+    [
+        *(("llama", switches, 3) for switches in SINGLE + SEVERAL),
+        *(("llama", switches, 1) for switches in SEVERAL),
+        *(("kimi_linear", switches, 3) for switches in SEVERAL),
+    ],
+    ids=text,
+)
 def test_sublayers_read_by_the_equations(backbones, case, switches, block_size):
     scale = "sum" if switches in SEVERAL or "activation" in switches else "mean"
     fields = {"attn_res_block_size": block_size, "attn_res_scale": scale, "rms_norm_eps": EPS}
@@ -135,8 +142,7 @@ def test_every_switch_changes_reads_and_without_switches_the_plain_class_is_used
         assert difference(sheet(weights_of(other), other.config)(v), read(v)) > 1e-3, switches
 
 
-@pytest.mark.parametrize("block_size", [1, 3])
-@pytest.mark.parametrize("switches", SEVERAL, ids=text)
+@pytest.mark.parametrize(("switches", "block_size"), each_once(SEVERAL, [3, 1]), ids=text)
 def test_derivatives_of_a_chain_of_reads_and_writes_equal_finite_differences(backbones, switches, block_size):
     fields = {"attn_res_block_size": block_size, "hidden_size": 8, "num_hidden_layers": 2, **named(switches)}
     config = backbones.member_config("llama", **fields)
@@ -284,8 +290,7 @@ FEWER += [{"window": 2, "count_prior": True}, {"window": 2, "blocks": "rms"}]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layers", [4, 3])
-@pytest.mark.parametrize("switches", FEWER, ids=text)
+@pytest.mark.parametrize(("switches", "layers"), each_once(FEWER, [4, 3]), ids=text)
 def test_a_model_that_leaves_layers_out_equals_one_without_these_layers(backbones, switches, layers):
     fields = {"attn_res_block_size": 3, **named(switches)}
     whole = double(build(backbones, "llama", "attn_res", num_hidden_layers=5, **fields))

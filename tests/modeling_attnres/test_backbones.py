@@ -21,6 +21,7 @@ from attnres import BACKBONES, CONNECTIONS
 from attnres.residual_attnres import residual_tensors
 
 from ..caches import CACHE
+from ..cases import each_once
 
 release = Version(transformers.__version__)
 CASES = [*sorted(BACKBONES), "gpt_neox, sequential", "llama, tied"]
@@ -99,8 +100,7 @@ def queries_and_norms(model) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("scale", ["mean", "sum"])
-@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize(("block_size", "scale"), [(1, "mean"), (3, "sum")])
 @pytest.mark.parametrize("case", FORMS)
 def test_every_form_of_a_decoder_follows_the_equations(backbones, case, block_size, scale):
     # An epsilon large enough to matter.
@@ -209,7 +209,7 @@ def test_router_logits_and_their_loss_equal_those_of_the_backbone(backbones, cas
 # ---- Generation and the implementation of attention
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", FORMS)
 def test_a_misspelt_argument_of_generate_is_refused(backbones, case):
     model, token_ids = backbones.build_member(case), backbones.token_ids()
     with pytest.raises(ValueError, match="attention_maks"):
@@ -321,15 +321,16 @@ def test_a_configuration_of_the_backbone_is_read_completely_and_without_a_warnin
     assert not differing
 
 
-@pytest.mark.parametrize("case", FORMS)
+WRONG = [
+    ("attn_res_block_size", 0, "an integer >= 1 (block size in sublayers)"),
+    ("attn_res_block_size", 2.5, "an integer >= 1 (block size in sublayers)"),
+    ("attn_res_scale", "max", "one of 'mean', 'sum'"),
+    ("residual_connection", "hyper", f"one of {', '.join(map(repr, CONNECTIONS))}"),
+]
+
+
 @pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("attn_res_block_size", 0, "an integer >= 1 (block size in sublayers)"),
-        ("attn_res_block_size", 2.5, "an integer >= 1 (block size in sublayers)"),
-        ("attn_res_scale", "max", "one of 'mean', 'sum'"),
-        ("residual_connection", "hyper", f"one of {', '.join(map(repr, CONNECTIONS))}"),
-    ],
+    ("case", "field", "value", "allowed"), [(case, *field) for case, field in each_once(FORMS, WRONG)]
 )
 def test_a_wrong_field_is_refused_however_it_was_set(backbones, case, field, value, allowed, tmp_path):
     config = backbones.member_config(case)

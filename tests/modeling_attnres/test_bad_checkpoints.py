@@ -1,5 +1,6 @@
 """A damaged checkpoint is reported by the name of the tensor or the file, and never loaded silently."""
 
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,28 +19,36 @@ NORM = "model.layers.2.self_attention_res_norm.weight"
 OUTPUT_QUERY = "model.output_attn_res_proj.weight"
 
 
-@pytest.fixture(params=[AttnResForCausalLM, AutoModelForCausalLM], ids=lambda loader: loader.__name__)
-def loader(request) -> type:
-    return request.param
+@pytest.fixture(scope="module")
+def saved(tiny_model, tmp_path_factory) -> Path:
+    """Save a good checkpoint in one file, `whole`, and in about ten shards, `sharded`, and return their folder."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_model().save_pretrained(folder / "whole")
+    tiny_model().save_pretrained(folder / "sharded", max_shard_size="40KB")
+    return folder
 
 
 @pytest.fixture
-def whole(tiny_model, tmp_path) -> Path:
-    """Save a good checkpoint in one file, and return its folder."""
-    tiny_model().save_pretrained(tmp_path / "whole")
-    return tmp_path / "whole"
+def whole(saved, tmp_path) -> Path:
+    """Return the folder of a copy of the checkpoint in one file."""
+    return Path(shutil.copytree(saved / "whole", tmp_path / "whole"))
 
 
 @pytest.fixture
-def sharded(tiny_model, tmp_path) -> Path:
-    """Save a good checkpoint in about ten shards, and return its folder."""
-    tiny_model().save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
-    return tmp_path / "sharded"
+def sharded(saved, tmp_path) -> Path:
+    """Return the folder of a copy of the checkpoint in shards."""
+    return Path(shutil.copytree(saved / "sharded", tmp_path / "sharded"))
 
 
 @pytest.fixture(params=["whole", "sharded"])
 def checkpoint(request) -> Path:
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def loader(checkpoint) -> type:
+    """Return the family's class for the checkpoint in one file, and the Auto class for that in shards."""
+    return AttnResForCausalLM if checkpoint.name == "whole" else AutoModelForCausalLM
 
 
 @pytest.fixture
@@ -68,9 +77,8 @@ def test_missing_tensors_are_named(change, loader, missing):
     assert f"{folder} holds {18 - len(missing)} of the 18 tensors added to its backbone" in str(error.value)
 
 
-@pytest.mark.parametrize("name", [QUERY, "model.layers.2.input_layernorm.weight"])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_tensor_in_two_shards_is_refused(sharded, loader, name, is_first):
+@pytest.mark.parametrize(("name", "is_first"), [(QUERY, True), ("model.layers.2.input_layernorm.weight", False)])
+def test_a_tensor_in_two_shards_is_refused(sharded, name, is_first):
     """`transformers` would read it from the last file, whatever the index says."""
     files = sorted(sharded.glob("*.safetensors"))
     owner = next(file for file in files if name in load_file(file))
@@ -79,10 +87,10 @@ def test_a_tensor_in_two_shards_is_refused(sharded, loader, name, is_first):
     save_file(load_file(other) | {name: load_file(owner)[name] + 1}, other, metadata={"format": "pt"})
     one, two = sorted((owner.name, other.name))
     with pytest.raises(ValueError, match=rf"{sharded}: `{name}` lies in both {one} and {two}, .* the index does not"):
-        loader.from_pretrained(sharded)
+        AutoModelForCausalLM.from_pretrained(sharded)
 
 
-def test_a_tensor_in_two_pickles_is_refused(sharded, loader):
+def test_a_tensor_in_two_pickles_is_refused(sharded):
     index = sharded / "model.safetensors.index.json"
     text = index.read_text().replace(".safetensors", ".bin")
     for path in sharded.glob("*.safetensors"):
@@ -91,7 +99,7 @@ def test_a_tensor_in_two_pickles_is_refused(sharded, loader):
     index.unlink()
     (sharded / "pytorch_model.bin.index.json").write_text(text)
     with pytest.raises(ValueError, match=f"`{QUERY}` lies in both .*bin and .*bin"):
-        loader.from_pretrained(sharded)
+        AutoModelForCausalLM.from_pretrained(sharded)
 
 
 @pytest.mark.parametrize("head", [AutoModel, AttnResForSequenceClassification])
@@ -127,8 +135,9 @@ def test_a_misshapen_tensor_is_refused_and_named(change, loader, caplog, name, t
     assert f"ckpt: {tensor.shape}" in rows[0]
 
 
-@pytest.mark.parametrize("name", [QUERY, NORM, OUTPUT_QUERY])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("name", "value"), [(QUERY, torch.nan), (NORM, torch.inf), (OUTPUT_QUERY, -torch.inf), (QUERY, torch.inf)]
+)
 def test_a_tensor_that_is_not_finite_is_named(change, loader, name, value):
     tensor = torch.zeros(1, 32) if name != NORM else torch.ones(32)
     tensor.view(-1)[5] = value
@@ -181,10 +190,10 @@ def test_a_truncated_file_is_named(checkpoint, loader, size):
 
 
 @pytest.mark.parametrize("size", [300, -1])
-def test_a_truncated_shard_is_named_when_it_would_be_offloaded_to_disk(sharded, loader, tmp_path, size):
+def test_a_truncated_shard_is_named_when_it_would_be_offloaded_to_disk(sharded, tmp_path, size):
     path = truncate(sorted(sharded.glob("*.safetensors"))[3], size)
     with pytest.raises(OSError, match="truncated or damaged") as error:
-        loader.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(
             sharded, device_map="auto", max_memory={"cpu": "40KB"}, offload_folder=tmp_path / "offload"
         )
     assert str(path) in str(error.value)
@@ -197,11 +206,11 @@ def test_a_truncated_file_in_a_subfolder_is_named(whole, tmp_path):
     assert str(path) in str(error.value)
 
 
-def test_a_missing_shard_is_named(sharded, loader):
+def test_a_missing_shard_is_named(sharded):
     path = sorted(sharded.glob("*.safetensors"))[4]
     path.unlink()
     with pytest.raises(OSError, match=path.name):
-        loader.from_pretrained(sharded)
+        AutoModelForCausalLM.from_pretrained(sharded)
 
 
 def test_attn_res_tensors_loaded_into_a_standard_model_are_reported_as_unexpected(

@@ -48,20 +48,18 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
 
 
-# Of the padded rows, one is only padding in its first chunks, and one begins within a chunk.
-@pytest.mark.parametrize("padding", [(0,), (0, 3, 11)], ids=["whole", "left-padded"])
+STATIC = {"cache_implementation": "static"}
+# Padding -> sizes of chunks, with the options of `generate`. Of the padded rows, one is only padding in its first
+# chunks, and one begins within a chunk. For a chunk of one token, `transformers` leaves the padding out of the masks
+# for a static cache.
+WAYS = {(0,): [(16, {})], (0, 3, 11): [(3, {}), (5, STATIC), (1, STATIC)]}
+
+
+@pytest.mark.parametrize("padding", WAYS, ids=["whole", "left-padded"])
 def test_a_prompt_in_chunks_gives_the_logits_of_one_pass(model, padding):
     expected = generate(model, prompts(*padding), None)
-    for chunk in (3, 16):
-        assert_same(generate(model, prompts(*padding), chunk), expected)
-
-
-# For a chunk of one token, `transformers` leaves the padding out of the masks for a static cache.
-@pytest.mark.parametrize("chunk", [5, 1])
-def test_chunks_fill_a_static_cache_as_one_pass_does(model, chunk):
-    options = {"cache_implementation": "static"}
-    expected = generate(model, prompts(0, 3, 11), None)
-    assert_same(generate(model, prompts(0, 3, 11), chunk, **options), expected)
+    for chunk, options in WAYS[padding]:
+        assert_same(generate(model, prompts(*padding), chunk, **options), expected)
 
 
 @pytest.mark.parametrize("backbone", ["llama", "kimi_linear"])

@@ -9,6 +9,7 @@ import attnres
 from attnres.residual_attnres import residual_tensors
 
 from .. import forks
+from ..cases import each_once
 from .connections import (
     BACKBONES,
     FORMS,
@@ -26,33 +27,34 @@ CONNECTIONS = [*(name for name in attnres.CONNECTIONS if name not in ("attn_res"
 RETROFITS = [
     name for name in CONNECTIONS if attnres.CONNECTIONS[fields_of(name)["residual_connection"]].retrofit is not None
 ]
-# The second backbone is for the checks before landing, except with one connection of each kind of state.
+# On the second backbone, one connection of each kind of state: a connection does not see on which one it is.
 QUICK = ("denseformer", "mhc", "attn_res, gated")
-every_model, every_retrofit = (
-    pytest.mark.parametrize(
-        ("case", "connection"),
-        [
-            pytest.param(case, name, marks=() if case == BACKBONES[0] or name in QUICK else pytest.mark.slow)
-            for case in BACKBONES
-            for name in names
-        ],
-    )
-    for names in (CONNECTIONS, RETROFITS)
-)
 
 
-@every_model
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def cases_of(names: list[str]) -> list[tuple[str, str]]:
+    """Return the backbone and the connection of each case."""
+    return [*((BACKBONES[0], name) for name in names), *((BACKBONES[1], name) for name in QUICK)]
+
+
+def every_model(argument: str = "", *values: object) -> pytest.MarkDecorator:
+    """Parametrize a test with each case, and with the values of one more argument in turn."""
+    if not argument:
+        return pytest.mark.parametrize(("case", "connection"), cases_of(CONNECTIONS))
+    cases = [(*case, value) for case, value in each_once(cases_of(CONNECTIONS), values)]
+    return pytest.mark.parametrize(("case", "connection", argument), cases)
+
+
+@every_model("options", {}, {"num_beams": 3})
 def test_generation_is_the_same_with_and_without_a_cache(backbones, case, connection, options):
     model, token_ids = build(backbones, case, connection), backbones.token_ids()
-    options |= {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    options = options | {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     generated = [model.generate(token_ids, use_cache=use_cache, **options) for use_cache in (True, False)]
     assert generated[0].shape == (2, 17)
     assert torch.equal(*generated)
 
 
 @torch.no_grad()
-@every_model
+@every_model()
 def test_a_saved_model_loads_back_bit_for_bit(backbones, case, connection, tmp_path):
     model, token_ids = build(backbones, case, connection), backbones.token_ids()
     model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -94,9 +96,10 @@ def test_the_code_beside_the_weights_gives_the_same_without_the_package(backbone
         assert torch.equal(again, expected.logits)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("value_residual", [None, "half"])
-@pytest.mark.parametrize("connection", attnres.CONNECTIONS)
+@pytest.mark.parametrize(
+    ("connection", "value_residual", "use_reentrant"),
+    each_once([*attnres.CONNECTIONS], [None, None, "half", "half"], [False, True]),
+)
 def test_checkpointing_gives_the_same_gradients_of_adapters_that_follow_layers_by_hooks(
     backbones, connection, value_residual, use_reentrant
 ):
@@ -122,8 +125,7 @@ def test_checkpointing_gives_the_same_gradients_of_adapters_that_follow_layers_b
     assert_same_gradients(checkpointed, plain, 1e-5)
 
 
-@every_model
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@every_model("use_reentrant", True, False)
 def test_checkpointing_gives_the_same_gradients(backbones, case, connection, use_reentrant):
     model, token_ids = build(backbones, case, connection).train(), backbones.token_ids()
     expected = gradients(model, token_ids)
@@ -139,8 +141,7 @@ def test_checkpointing_gives_the_same_gradients(backbones, case, connection, use
     assert len(calls) == 2 * len(model.model.layers)  # every layer ran twice
 
 
-@every_model
-@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
+@every_model("how", "bfloat16", "autocast")
 def test_loss_and_gradients_in_half_precision_are_about_the_same(backbones, case, connection, how):
     # Without a router, because rounding changes which experts it chooses.
     fields = {"mlp_layer_types": ["dense"] * 5} if case == "kimi_linear" else {}
@@ -166,7 +167,7 @@ def test_loss_and_gradients_in_half_precision_are_about_the_same(backbones, case
 
 
 @torch.no_grad()
-@every_model
+@every_model()
 def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(backbones, case, connection):
     model, token_ids, inputs = build(backbones, case, connection), backbones.token_ids(), []
     if model.config.connection.takes_norm:  # what a read returns is normed
@@ -187,8 +188,10 @@ def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(backbo
 
 
 @torch.no_grad()
-@every_retrofit
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("case", "connection", "dtype"),
+    [(*case, dtype) for case, dtype in each_once(cases_of(RETROFITS), [torch.bfloat16, torch.float64])],
+)
 def test_a_model_made_under_another_default_dtype_starts_as_the_standard_model(backbones, case, connection, dtype):
     logits = []
     for name in (connection, "standard"):
@@ -206,7 +209,7 @@ def test_a_model_made_under_another_default_dtype_starts_as_the_standard_model(b
     assert difference(*logits) < (1e-5 if connection in (*FORMS, "gated_residual") else 1e-6)
 
 
-@every_model
+@every_model()
 def test_a_model_materialised_from_the_meta_device_has_its_initial_values(backbones, case, connection):
     expected = build_start(backbones, case, connection)
     with torch.device("meta"):
@@ -277,9 +280,9 @@ FORWARD_ONLY = (
     ],
 )
 def test_the_first_call_of_a_process_may_be_compiled(backbones, tmp_path, case, connection, mode):
-    fields = {"num_hidden_layers": 2, "hidden_size": 256}
+    fields = {"num_hidden_layers": 1, "hidden_size": 256}  # two sublayers and the output
     if case == "kimi_linear":
-        fields |= {"layer_types": ["linear_attention", "full_attention"]}
+        fields |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     build(backbones, case, connection, **fields).save_pretrained(tmp_path / "model")
     torch.save(backbones.token_ids(), tmp_path / "ids.pt")
     backend = "eager" if connection in FORWARD_ONLY else "aot_eager"
@@ -288,7 +291,7 @@ def test_the_first_call_of_a_process_may_be_compiled(backbones, tmp_path, case, 
 
 
 @torch.no_grad()
-@every_model
+@every_model()
 def test_a_hook_may_replace_an_output_by_a_mean_that_broadcasts(backbones, case, connection):
     model, token_ids, logits = build(backbones, case, connection), backbones.token_ids(), []
     for shape in (lambda mean, _: mean, lambda mean, output: mean.expand_as(output)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnres import DEPTH_ATTENTION, depth_attention, depth_attention_reference
 
 # No deadline, because machines differ; derandomised, so that all machines run the same examples.
-EXAMPLES = settings(deadline=None, derandomize=True, max_examples=60)
+EXAMPLES = settings(deadline=None, derandomize=True, max_examples=30)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 BOTH = pytest.mark.parametrize("attend", [depth_attention, depth_attention_reference])
 
@@ -217,10 +217,18 @@ def test_large_logits_and_large_sources_do_not_overflow(attend, dtype):
     assert torch.equal(result[sure], winner[sure])
 
 
-@pytest.mark.parametrize("scale", ["mean", "sum"])
-@pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("part", ["result", "weights", "both"])
-@pytest.mark.parametrize("has_norm", [True, False], ids=["norm", "no norm"])
+@pytest.mark.parametrize(
+    ("n", "scale", "part", "has_norm"),
+    [
+        (1, "mean", "both", True),
+        (1, "sum", "result", False),
+        (2, "mean", "weights", False),
+        (2, "sum", "both", True),
+        (7, "mean", "result", True),
+        (7, "sum", "weights", True),
+        (7, "mean", "both", False),
+    ],
+)
 def test_derivatives_equal_finite_differences(n, scale, part, has_norm):
     problem = make_problem(n, shape=(2, 2), width=5, dtype=torch.float64, has_norm=has_norm, scale=scale, eps=1e-2)
     leaves = [problem.query, *problem.sources] + ([problem.key_norm_weight] if has_norm else [])

@@ -14,7 +14,6 @@ from attnres import AttnResForCausalLM
 from ..caches import CACHE
 
 VARIANTS = {
-    "full": {"attn_res_block_size": 1},
     "S=3": {"attn_res_block_size": 3, "attn_res_scale": "sum"},
     "standard": {"residual_connection": "standard"},
 }

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from attnres.training.balance import ExpertBalance, routers
 from attnres.training.lora import add_adapters
 
 from ..caches import CACHE
+from ..cases import each_once
 from . import kimi_k3_release as release
 
 # Before a fixture of all model tests replaces it.
@@ -101,15 +103,6 @@ def test_a_static_cache_and_compiled_decoding_change_nothing(generate, counted_c
     options, graphs = counted_compilation
     assert torch.equal(generate(IDS, cache_implementation="static", compile_config=options), generate(IDS))
     assert len(graphs) == 1
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_forward_pass_compiles_to_one_graph(model):
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(IDS).logits, model(IDS).logits, rtol=0, atol=1e-4)
-    torch.compiler.reset()
 
 
 @pytest.mark.slow
@@ -278,9 +271,15 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [22, 63, 64, 65, 129])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("path", "length", "dtype"),
+    [
+        (path, length, dtype)
+        for (path, length), dtype in each_once(
+            [*product(PATHS, [22, 63, 64, 65, 129])], [torch.float32, torch.bfloat16]
+        )
+    ],
+)
 def test_nothing_before_a_token_depends_on_it(path, length, dtype):
     torch.manual_seed(0)
     layer = KimiK3DeltaAttention(AttnResKimiK3Config.from_dict(release.text_fields()), 0).to(dtype)

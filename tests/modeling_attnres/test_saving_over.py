@@ -122,14 +122,8 @@ def model_in(folder: Path, models: tuple[AttnResForCausalLM, ...]) -> int:
     return number
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("shards", "fewer shards"),
-        pytest.param("converted", "one file", marks=pytest.mark.slow),
-        pytest.param("pickle", "shards", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), [("shards", "fewer shards"), ("converted", "one file"), ("pickle", "shards")])
 def test_after_a_kill_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(
     tiny_model, folder, tmp_path, old, new
 ):

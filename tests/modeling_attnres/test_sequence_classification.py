@@ -12,10 +12,10 @@ PAD = 0
 LENGTHS = (4, 9)
 
 
-@pytest.fixture(params=[1, 3])
-def classifier(request, tiny_config, vivid_model) -> AttnResForSequenceClassification:
+@pytest.fixture
+def classifier(tiny_config, vivid_model) -> AttnResForSequenceClassification:
     """Return a classifier of three classes on the decoder of `vivid_model`."""
-    fields = {"attn_res_block_size": request.param}
+    fields = {"attn_res_block_size": 3}
     torch.manual_seed(0)
     classifier = AttnResForSequenceClassification(tiny_config(num_labels=3, **fields)).eval()
     classifier.model.load_state_dict(vivid_model(**fields).model.state_dict())

@@ -15,7 +15,7 @@ from attnres.conversion import retrofit
 from attnres.value_residual_attnres import VALUE_RESIDUAL_FIELDS, ValueResidual, value_residual_tensors
 
 from . import test_attention_gate
-from .connections import assert_same_gradients, gradients, logits_token_by_token
+from .connections import assert_same_gradients, cached_logits, gradients
 
 build = test_attention_gate.build  # a fixture: models with vivid weights, coefficients of value residuals included
 LLAMA = test_attention_gate.LLAMA
@@ -37,7 +37,7 @@ def test_values_are_mixed_with_those_of_the_first_layer_cached_and_uncached(buil
     expected = straight_line.logits(tensors, model.config, token_ids)
     without = {name: tensor for name, tensor in tensors.items() if "value_residual" not in name}
     assert (expected - straight_line.logits(without, model.config, token_ids)).abs().max() > 0.1
-    for logits in (model(token_ids).logits, logits_token_by_token(model, token_ids)):
+    for logits in (model(token_ids).logits, cached_logits(model, token_ids)):
         torch.testing.assert_close(logits.double(), expected, rtol=0, atol=test_attention_gate.TOLERANCE)
 
 
