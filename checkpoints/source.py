@@ -77,7 +77,7 @@ class ModelSource:
             FileNotFoundError: The model cannot be found.
             ValueError: It is the folder of an adapter.
         """
-        if needs_weights and self.is_named and Path(self.name).is_dir():
+        if needs_weights and self.is_named:
             raise self._without_weights()
         if needs_weights or is_tokenizer:
             check_source(self.name, is_tokenizer=is_tokenizer)
@@ -167,7 +167,7 @@ class ModelSource:
         """
         from transformers import AutoModelForCausalLM
 
-        from .source_code import CODE_FIELDS
+        from .source_files import CODE_FIELDS
         from .whole import load_whole
 
         if self.is_named:

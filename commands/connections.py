@@ -41,6 +41,11 @@ def owners(option: str) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def help_of(option: str, text: str) -> str:
+    """Return the help of an option that only some connections have, preceded by their names."""
+    return f"{owners(option)}: {text}"
+
+
 def describe_connections() -> str:
     """Return all connections and presets with their meanings and options, for a help text."""
     return "; ".join(
@@ -98,4 +103,13 @@ def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
     return None
 
 
-__all__ = ["TITLES", "connections", "describe_connections", "flag", "list_connections", "owners", "remark_on_blocks"]
+__all__ = [
+    "TITLES",
+    "connections",
+    "describe_connections",
+    "flag",
+    "help_of",
+    "list_connections",
+    "owners",
+    "remark_on_blocks",
+]

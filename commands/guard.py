@@ -12,7 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Generator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _LOADING = "Loading PyTorch and Transformers ..."
@@ -21,15 +21,9 @@ _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _RESEND_AFTER = 0.05  # seconds until a lost signal is sent again
 
 
-class _State:
-    """The state of the command that this process runs."""
-
-    working = False  # whether the command has loaded its modules and works
-    debug = False  # whether `--debug` was given
-    received: int | None = None  # the signal that ended the command
-
-
-_state = _State()
+# The state of the command that this process runs: whether it has loaded its modules and works, whether `--debug` was
+# given, and the signal that ended it.
+_state = SimpleNamespace(working=False, debug=False, received=None)
 
 
 def show_tracebacks(is_given: bool) -> None:

@@ -34,7 +34,7 @@ ALLOWED = {
     ("benchmarks/kimi_k3.py", "attn_res_block_size"),
 }
 # Names that two classes still share.
-SHARED = {"Entry", "Pipeline", "Plan"}
+SHARED = {"Pipeline"}
 
 
 def said(source: str) -> set[str]:
