@@ -82,7 +82,8 @@ class Checkpoint:
         Raises:
             FileNotFoundError: It is neither a directory nor on the Hub, or the Hub cannot be reached; or it is the
                 directory of a training run.
-            OSError: The replacement of files cannot be completed, or a named pipe or a device is in place of a file.
+            OSError: The replacement of files cannot be completed, a named pipe or a device is in place of a file, or
+                `config.json` is damaged.
             ValueError: A `revision` is given for a directory, or the directory or repository holds an adapter without
                 a model.
         """
@@ -98,6 +99,7 @@ class Checkpoint:
             check_no_pipe(path)
         complete_save(checkpoint.folder)  # before a file in it is read
         check_path(source)
+        _ = checkpoint.fields  # so a damaged `config.json` is refused here, whatever is read first
         return checkpoint
 
     # --- Configuration -----------------------------------------------------------------------------------------------

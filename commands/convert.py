@@ -3,6 +3,7 @@
 The result gets its name only at the end, so a failed or interrupted conversion leaves nothing behind.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,20 +13,22 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from transformers import PreTrainedConfig
 
 from attnres import ResidualConfig
+from attnres.attn_res_attnres import block_sublayers
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
 from attnres.checkpoints.kimi_k3 import describe_layout
-from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.convert import Conversion
 from attnres.conversion.convert_kimi_k3 import prepare_kimi_k3
-from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, compare, missing_memory
+from attnres.conversion.verify import MAX_CHARACTERS, MEMORY_OF_LOGITS, PROMPTS, compare
 from attnres.publishing.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
 from attnres.utils.files import atomic_directory, show_bytes
+from attnres.utils.memory import free_memory
 from attnres.utils.model_files import WRITTEN_MODEL
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.wording import counted, printable
 
 from .choices import describe_unread, shown
+from .connections import owners
 
 
 def run_convert(
@@ -74,8 +77,9 @@ def run_convert(
             conversion = prepare_kimi_k3(checkpoint, flags, back) or prepare(checkpoint)
             config = conversion.config
             connections = _describe_connections(config)
+            remark = _remark_on_blocks(config, num_blocks) if isinstance(config, ResidualConfig) else None
             console.print(_describe(conversion, connections))
-            if conversion.has_code and (remark := remark_on_blocks(config, num_blocks)):
+            if remark and conversion.has_code:
                 console.print(f"Note: {remark}")
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
             with ProgressBar(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console) as progress:
@@ -117,6 +121,29 @@ def _describe_connections(config: PreTrainedConfig) -> str:
     return f"{config.connection.describe(config)}{gate}{', value residuals' if config.value_residual else ''}"
 
 
+def _remark_on_blocks(config: ResidualConfig, num_blocks: int | None) -> str | None:
+    """Return a remark if a result has another number of blocks than the user may expect; else None.
+
+    Args:
+        config: The configuration of the result.
+        num_blocks: The number of blocks that the user gave; None if not given.
+    """
+    if config.residual_connection != owners("num_blocks"):
+        return None
+    size, sublayers = block_sublayers(config), config.num_sublayers
+    count = math.ceil(sublayers / size)
+    if num_blocks is not None and count != num_blocks:
+        if size == 1:
+            return f"--num-blocks {num_blocks} becomes Full AttnRes: there are {sublayers} sublayers, each a block."
+        return f"--num-blocks {num_blocks} becomes {count}: {sublayers} sublayers, {size} to a block."
+    if num_blocks is None and count == 1 and size > 1:
+        return (
+            f"a block size of {size} puts all {sublayers} sublayers into one block, so that each attends only to the "
+            f"embedding and one sum. --block-size {math.ceil(sublayers / 8)} would make about 8 blocks."
+        )
+    return None
+
+
 def _describe(conversion: Conversion, connections: str) -> str:
     """Return lines about the source's size, the result's connections, and the tensors added or left out."""
     checkpoint = conversion.checkpoint
@@ -155,8 +182,8 @@ def _verify(
             raise ValueError(f"{index}: {reason}. Leave out --verify.")
         console.print(f"Not verified: {reason}.")
         return None
-    lacking = missing_memory(conversion.model.num_parameters())
-    if verify is None and lacking:
+    lacking = 4 * conversion.model.num_parameters() + MEMORY_OF_LOGITS - free_memory()
+    if verify is None and lacking > 0:
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
         return None
     with status(console, "Comparing the two models on text ..."):
