@@ -47,26 +47,36 @@ _FIELDS_OF_FILES = (NAMED_WEIGHTS, PIPELINES)
 
 
 class Checkpoint:
-    """An opened checkpoint. Its parts are read when they are first asked for, and then kept.
+    """An opened checkpoint. Its other parts are read when they are first asked for, and then kept.
 
     Attributes:
         folder: The model's directory.
-        config_path: The path of `config.json`, which may not exist.
+        config_path: The path of `config.json`.
+        fields: The fields of `config.json`.
         name: The directory or Hub id as the user gave it, for messages.
         is_temporary: Whether the files of weights were rewritten in a scratch directory, and may be moved from there.
     """
 
     def __init__(self, folder: str | os.PathLike, name: str | os.PathLike | None = None):
-        """Make the value of a model's directory. Nothing is read yet.
+        """Read the `config.json` of a model's directory, and nothing else yet.
 
         Args:
             folder: The directory.
             name: The name for messages. By default that of the directory.
+
+        Raises:
+            FileNotFoundError: There is no `config.json`.
+            OSError: It is damaged, or a named pipe or a device is in place of a file.
         """
         self.folder = Path(folder)
         self.config_path = self.folder / CONFIG_NAME
         self.name = str(folder if name is None else name)
         self.is_temporary = False
+        for path in self.folder.iterdir():
+            check_no_pipe(path)
+        if not self.config_path.exists():
+            raise FileNotFoundError(f"{self.folder} has no {CONFIG_NAME}.")
+        self.fields: dict[str, Any] = read_object(self.config_path)
 
     @classmethod
     def open(cls, source: str | os.PathLike, revision: str | None = None) -> "Checkpoint":
@@ -82,39 +92,23 @@ class Checkpoint:
         Raises:
             FileNotFoundError: It is neither a directory nor on the Hub, or the Hub cannot be reached; or it is the
                 directory of a training run.
-            OSError: The replacement of files cannot be completed, a named pipe or a device is in place of a file, or
-                `config.json` is damaged.
+            OSError: The replacement of files cannot be completed, `config.json` is damaged, or a named pipe or a device
+                is in place of a file.
             ValueError: A `revision` is given for a directory, or the directory or repository holds an adapter without
                 a model.
         """
-        if not Path(source).is_dir():
+        if Path(source).is_dir():
+            if revision is not None:
+                raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
+            complete_save(source)  # before a file in it is read
             check_path(source)
-            folder = _download(str(source), revision)
-            check_no_lone_adapter(folder, source)
-            return cls(folder, source)
-        if revision is not None:
-            raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
-        checkpoint = cls(source)
-        for path in checkpoint.folder.iterdir():
-            check_no_pipe(path)
-        complete_save(checkpoint.folder)  # before a file in it is read
+            return cls(source)
         check_path(source)
-        _ = checkpoint.fields  # so a damaged `config.json` is refused here, whatever is read first
-        return checkpoint
+        folder = _download(str(source), revision)
+        check_no_lone_adapter(folder, source)
+        return cls(folder, source)
 
     # --- Configuration -----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def fields(self) -> dict[str, Any]:
-        """The fields of `config.json`.
-
-        Raises:
-            FileNotFoundError: There is none.
-            OSError: It is damaged.
-        """
-        if not self.config_path.exists():
-            raise FileNotFoundError(f"{self.folder} has no {CONFIG_NAME}.")
-        return read_object(self.config_path)
 
     @property
     def is_kimi_k3(self) -> bool:
@@ -126,8 +120,8 @@ class Checkpoint:
         """The configuration.
 
         Raises:
-            FileNotFoundError: There is none.
-            OSError, ValueError: It is damaged, has a model type that `transformers` does not know, or describes a model
+            OSError: A file of weights is damaged.
+            ValueError: It has a wrong value or a model type that `transformers` does not know, or describes a model
                 that is far larger than the weights.
         """
         # The Auto class is not asked for Kimi K3: the file may name Kimi Linear's model type. Code that came with the
@@ -224,7 +218,7 @@ class Checkpoint:
 
         It is None if there are no weights in a format whose shapes are known before they are loaded.
         """
-        named_file = self.fields.get(NAMED_WEIGHTS) if self.config_path.is_file() else None
+        named_file = self.fields.get(NAMED_WEIGHTS)
         names = [*([named_file] if isinstance(named_file, str) else []), *WEIGHTS]
         return next((self.folder / name for name in names if (self.folder / name).is_file()), None)
 

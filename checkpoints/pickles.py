@@ -49,7 +49,7 @@ def read_pickle_shapes(path: Path, dtypes: Collection[torch.dtype]) -> dict[str,
 
 def _read_state(path: Path, dtypes: Collection[torch.dtype]) -> dict[str, Tensor]:
     """Return all tensors of a file by name, after the checks that [`read_pickle`] lists."""
-    state = _load(path)
+    state = _load_pickle(path)
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} is not a dictionary of tensors.")
     for name, tensor in state.items():
@@ -73,7 +73,7 @@ def _first_names(state: dict[str, Tensor]) -> dict[tuple, str]:
     return {(t.data_ptr(), t.shape, t.stride()): name for name, t in reversed(state.items())}
 
 
-def _load(path: Path) -> object:
+def _load_pickle(path: Path) -> object:
     try:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

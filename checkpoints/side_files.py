@@ -105,7 +105,7 @@ def _settle_code(
         trust_remote_code: As in [`copy_side_files`].
         code_folder: As in [`copy_side_files`].
     """
-    name = shown(path.name)
+    name = show_reference(path.name)
     holders = code_fields(content)
     referred, files = [], []
     for fields, key in holders:
@@ -120,9 +120,9 @@ def _settle_code(
         write_json(copy, content)
     notes = []
     if referred and not trust_remote_code:
-        code = ", ".join(map(shown, referred))
+        code = ", ".join(map(show_reference, referred))
         notes.append(f"Left out: code that {name} refers to ({code}). --trust-remote-code copies it.")
-    elsewhere = [shown(reference) for reference in referred if "--" in reference]
+    elsewhere = [show_reference(reference) for reference in referred if "--" in reference]
     if files:
         notes.append(f"Code that came with the source, for {name}: {', '.join(sorted(set(files)))}.")
     if elsewhere and trust_remote_code:
@@ -157,7 +157,7 @@ def code_fields(value: Any) -> list[tuple[dict, str]]:
     return found
 
 
-def shown(reference: str) -> str:
+def show_reference(reference: str) -> str:
     """Return a reference for a message: unchanged if it looks like a path or class, otherwise quoted and escaped."""
     return reference if re.fullmatch(r"[\w./-]+", reference) else repr(reference)
 
@@ -269,7 +269,7 @@ def with_imports(code: Path, folder: Path) -> list[Path]:
         for module in sorted(get_relative_imports(path)):
             # `get_relative_imports` searches the file by a pattern, so it may return any text of the file.
             if not module.isidentifier():
-                raise ValueError(f"{path} imports {shown(module)}, which does not lie beside it.")
+                raise ValueError(f"{path} imports {show_reference(module)}, which does not lie beside it.")
             imported = code.with_name(f"{module}.py")
             if imported not in files:
                 files.append(imported)

@@ -88,8 +88,6 @@ def check_sizes_of(checkpoint: Checkpoint) -> None:
         ValueError: A number does not fit the weights, or a field of Kimi K3 is wrong. The message names the file, the
             field and its value. Or the directory holds Kimi K3, but the Auto classes would build another model from it.
     """
-    if not checkpoint.config_path.is_file():
-        return
     if checkpoint.lacks_metadata:
         raise OSError(
             f"{checkpoint.weights_path} has no object `metadata`, so transformers cannot load the weights. Add "

@@ -215,7 +215,7 @@ class Conversion:
         for shard, name in zip(kept, names):
             if shard not in copied and not checkpoint.is_temporary:
                 # Link before the values are checked: an error is raised before a large file is read.
-                _link(shard.path, target / name)
+                _link_file(shard.path, target / name)
             copy_shard(
                 shard,
                 target / name if shard in copied else None,
@@ -377,7 +377,7 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
-def _link(source: Path, target: Path) -> None:
+def _link_file(source: Path, target: Path) -> None:
     try:
         # The Hub's cache holds symbolic links, and `os.link` would link these instead of their files.
         os.link(source.resolve(), target)
