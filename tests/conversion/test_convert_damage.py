@@ -352,20 +352,6 @@ def test_a_pickle_of_something_other_than_tensors_is_named(pickled, refusal, con
     assert refusal() == f"{path} is not a dictionary of tensors."
 
 
-@pytest.mark.parametrize("key", [3, (1, 2), None], ids=str)
-def test_a_key_that_is_not_a_text_is_reported(pickled, models, refusal, key):
-    path = pickled(tensors_of(models / "whole") | {key: torch.zeros(1)})
-    assert refusal() == f"{path} holds a tensor under the key {key!r}, which is not a name."
-
-
-@pytest.mark.parametrize(
-    "tensor", [torch.eye(3).to_sparse(), torch.zeros(3, device="meta")], ids=["sparse", "without values"]
-)
-def test_a_tensor_that_is_not_dense_is_named(pickled, models, refusal, tensor):
-    path = pickled(tensors_of(models / "whole") | {"extra.weight": tensor})
-    assert f"`extra.weight` in {path} is not a dense tensor" in refusal()
-
-
 def test_a_dtype_that_safetensors_does_not_support_is_reported(pickled, models, refusal):
     path = pickled(tensors_of(models / "whole") | {"extra.weight": torch.zeros(2, dtype=torch.complex128)})
     error = refusal()
