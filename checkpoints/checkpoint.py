@@ -34,10 +34,9 @@ from attnres.utils.model_files import RECORD, SIDE_FILES, TOKENIZER_FILES
 from attnres.utils.quiet import quiet_transformers
 
 from .pickles import read_pickle_shapes
-from .shards import DTYPES, Entry, Shard, read_pieces, read_shard
+from .shards import DTYPES, Shard, StoredTensor, read_pieces, read_shard
 from .sizes import check_sizes
-from .source_code import AUTO_MAP, PIPELINES
-from .source_files import check_file, check_no_pipe, read_object
+from .source_files import AUTO_MAP, PIPELINES, check_file, check_no_pipe, read_object
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -48,24 +47,36 @@ _FIELDS_OF_FILES = (NAMED_WEIGHTS, PIPELINES)
 
 
 class Checkpoint:
-    """An opened checkpoint. Its parts are read when they are first asked for, and then kept.
+    """An opened checkpoint. Its other parts are read when they are first asked for, and then kept.
 
     Attributes:
         folder: The model's directory.
+        config_path: The path of `config.json`.
+        fields: The fields of `config.json`.
         name: The directory or Hub id as the user gave it, for messages.
         is_temporary: Whether the files of weights were rewritten in a scratch directory, and may be moved from there.
     """
 
     def __init__(self, folder: str | os.PathLike, name: str | os.PathLike | None = None):
-        """Make the value of a model's directory. Nothing is read yet.
+        """Read the `config.json` of a model's directory, and nothing else yet.
 
         Args:
             folder: The directory.
             name: The name for messages. By default that of the directory.
+
+        Raises:
+            FileNotFoundError: There is no `config.json`.
+            OSError: It is damaged, or a named pipe or a device is in place of a file.
         """
         self.folder = Path(folder)
+        self.config_path = self.folder / CONFIG_NAME
         self.name = str(folder if name is None else name)
         self.is_temporary = False
+        for path in self.folder.iterdir():
+            check_no_pipe(path)
+        if not self.config_path.exists():
+            raise FileNotFoundError(f"{self.folder} has no {CONFIG_NAME}.")
+        self.fields: dict[str, Any] = read_object(self.config_path)
 
     @classmethod
     def open(cls, source: str | os.PathLike, revision: str | None = None) -> "Checkpoint":
@@ -81,42 +92,23 @@ class Checkpoint:
         Raises:
             FileNotFoundError: It is neither a directory nor on the Hub, or the Hub cannot be reached; or it is the
                 directory of a training run.
-            OSError: The replacement of files cannot be completed, or a named pipe or a device is in place of a file.
+            OSError: The replacement of files cannot be completed, `config.json` is damaged, or a named pipe or a device
+                is in place of a file.
             ValueError: A `revision` is given for a directory, or the directory or repository holds an adapter without
                 a model.
         """
-        folder = Path(source)
-        if folder.is_dir():
+        if Path(source).is_dir():
             if revision is not None:
                 raise ValueError(f"{source} is a directory, which has no revisions. Leave out --revision.")
-            for path in folder.iterdir():
-                check_no_pipe(path)
-            complete_save(folder)  # before a file in it is read
+            complete_save(source)  # before a file in it is read
             check_path(source)
-        else:
-            check_path(source)
-            folder = _download(str(source), revision)
-            check_no_lone_adapter(folder, source)
+            return cls(source)
+        check_path(source)
+        folder = _download(str(source), revision)
+        check_no_lone_adapter(folder, source)
         return cls(folder, source)
 
     # --- Configuration -----------------------------------------------------------------------------------------------
-
-    @property
-    def config_path(self) -> Path:
-        """The path of `config.json`."""
-        return self.folder / CONFIG_NAME
-
-    @cached_property
-    def fields(self) -> dict[str, Any]:
-        """The fields of `config.json`.
-
-        Raises:
-            FileNotFoundError: There is none.
-            OSError: It is damaged.
-        """
-        if not self.config_path.exists():
-            raise FileNotFoundError(f"{self.folder} has no {CONFIG_NAME}.")
-        return read_object(self.config_path)
 
     @property
     def is_kimi_k3(self) -> bool:
@@ -128,14 +120,14 @@ class Checkpoint:
         """The configuration.
 
         Raises:
-            FileNotFoundError: There is none.
-            OSError, ValueError: It is damaged, has a model type that `transformers` does not know, or describes a model
+            OSError: A file of weights is damaged.
+            ValueError: It has a wrong value or a model type that `transformers` does not know, or describes a model
                 that is far larger than the weights.
         """
-        self.check_sizes()
         # The Auto class is not asked for Kimi K3: the file may name Kimi Linear's model type. Code that came with the
         # checkpoint is not needed: a supported backbone is one of `transformers`.
         model_type = AttnResKimiK3Config.model_type if self.is_kimi_k3 else self.fields.get("model_type")
+        self.check_sizes()
         if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
             raise ValueError(
                 f"{self.config_path} cannot be used: transformers has no model type {model_type!r}. Name one that it "
@@ -158,7 +150,7 @@ class Checkpoint:
             ValueError: A value does not fit. The message names the file, the field and its value.
         """
         if self.has_weights:
-            check_sizes(self.config_path, self.fields, self.entries, self.num_bytes)
+            check_sizes(self.config_path, self.fields, self.num_bytes, self.entries)
         else:
             check_sizes(self.config_path, self.fields)
 
@@ -185,12 +177,7 @@ class Checkpoint:
                 return GenerationConfig.from_model_config(deepcopy(self.fields))
             return GenerationConfig.from_pretrained(self.folder)
 
-    # --- Tokenizer and adapter ---------------------------------------------------------------------------------------
-
-    @cached_property
-    def has_adapter(self) -> bool:
-        """Return whether the directory holds an adapter of PEFT."""
-        return (self.folder / ADAPTER_CONFIG).is_file()
+    # --- Tokenizer ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def tokenizer_files(self) -> list[str]:
@@ -231,7 +218,7 @@ class Checkpoint:
 
         It is None if there are no weights in a format whose shapes are known before they are loaded.
         """
-        named_file = self.fields.get(NAMED_WEIGHTS) if self.config_path.is_file() else None
+        named_file = self.fields.get(NAMED_WEIGHTS)
         names = [*([named_file] if isinstance(named_file, str) else []), *WEIGHTS]
         return next((self.folder / name for name in names if (self.folder / name).is_file()), None)
 
@@ -239,7 +226,7 @@ class Checkpoint:
     def has_weights(self) -> bool:
         """Return whether `transformers` would load the weights of the directory, and their headers can be read."""
         # It loads an adapter in the directory instead, onto a base from another checkpoint.
-        return self.weights_path is not None and not self.has_adapter
+        return self.weights_path is not None and not (self.folder / ADAPTER_CONFIG).is_file()
 
     @cached_property
     def index(self) -> dict[str, Any] | None:
@@ -308,7 +295,7 @@ class Checkpoint:
         return {name: held[name] for name in self.index["weight_map"]}
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, StoredTensor]:
         """The tensors by name."""
         return {e.name: e for shard in self.shards for e in shard.entries if self.where.get(e.name) is shard}
 
@@ -383,7 +370,9 @@ def _read_header(path: Path) -> Shard:
         return read_shard(path)
     names = {dtype: name for name, dtype in DTYPES.items()}
     shapes = read_pickle_shapes(path, names)
-    return Shard(path, tuple(Entry(name, names[dtype], shape, 0, 0) for name, (dtype, shape) in shapes.items()), 0, {})
+    return Shard(
+        path, tuple(StoredTensor(name, names[dtype], shape, 0, 0) for name, (dtype, shape) in shapes.items()), 0, {}
+    )
 
 
 __all__ = ["NAMED_WEIGHTS", "TOKENIZER_CONFIG", "WEIGHTS", "Checkpoint"]

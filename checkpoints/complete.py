@@ -52,11 +52,6 @@ def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedM
         return AutoModel.from_config(config)
 
 
-def has_head(model: PreTrainedModel) -> bool:
-    """Return whether a model is a causal language model, not a decoder by itself."""
-    return model.get_output_embeddings() is not None
-
-
 def check_complete(
     checkpoint: Checkpoint, model: PreTrainedModel, config: PreTrainedConfig, added: Collection[str] = ()
 ) -> frozenset[str]:
@@ -178,4 +173,4 @@ def _check_experts(checkpoint: Checkpoint) -> None:
             check_shapes(wrong, checkpoint.file_of(min(wrong)[0]))
 
 
-__all__ = ["check_complete", "empty_model", "has_head", "loading_report"]
+__all__ = ["check_complete", "empty_model", "loading_report"]

@@ -23,7 +23,7 @@ from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, rele
 from attnres.residual_attnres import FamilyWarning
 
 from .checkpoint import Checkpoint
-from .shards import DTYPES, Entry
+from .shards import DTYPES, StoredTensor
 
 _PACKED, _SCALE = "_packed", "_scale"
 # Names of one layer's parts in checkpoints that a training run resumes from. Published names differ.
@@ -52,7 +52,7 @@ class _TensorInFile:
     It has the methods of a slice of a safetensors file, which [`read_release`] takes.
     """
 
-    def __init__(self, path: Path, entry: Entry):
+    def __init__(self, path: Path, entry: StoredTensor):
         self.path, self.entry = path, entry
 
     def get_shape(self) -> list[int]:

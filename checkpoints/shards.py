@@ -35,7 +35,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """One tensor in a file: its bytes are `file[start:end]`, and `dtype` is a name of safetensors such as `"BF16"`."""
 
     name: str
@@ -53,7 +53,7 @@ class Shard:
     """
 
     path: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[StoredTensor, ...]
     data_start: int
     metadata: dict[str, str]
     original: Path | None = None
@@ -82,7 +82,9 @@ def read_shard(path: Path) -> Shard:
     data_start = 8 + length
     metadata = header.pop("__metadata__", None) or {}
     entries = [
-        Entry(name, info["dtype"], tuple(info["shape"]), *(data_start + offset for offset in info["data_offsets"]))
+        StoredTensor(
+            name, info["dtype"], tuple(info["shape"]), *(data_start + offset for offset in info["data_offsets"])
+        )
         for name, info in header.items()
     ]
     return Shard(path, tuple(sorted(entries, key=lambda entry: (entry.start, entry.end))), data_start, metadata)
@@ -96,7 +98,7 @@ def copy_shard(
     unused: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     on_bytes: Callable[[int], None] = lambda n: None,
-    check: Callable[[torch.Tensor, Entry, Path], None] | None = None,
+    check: Callable[[torch.Tensor, StoredTensor, Path], None] | None = None,
 ) -> None:
     """Copy a shard byte for byte, and check its values on the way.
 
@@ -130,7 +132,7 @@ def copy_shard(
                 on_bytes(len(chunk))
 
 
-def read_pieces(source: BufferedReader, entry: Entry, path: Path) -> Iterator[memoryview]:
+def read_pieces(source: BufferedReader, entry: StoredTensor, path: Path) -> Iterator[memoryview]:
     """Yield the bytes of a tensor piece by piece, each in the same buffer.
 
     Args:
@@ -152,7 +154,7 @@ def read_pieces(source: BufferedReader, entry: Entry, path: Path) -> Iterator[me
         yield chunk
 
 
-def _make_header(entries: list[Entry], metadata: dict[str, str], names: list[str]) -> bytes:
+def _make_header(entries: list[StoredTensor], metadata: dict[str, str], names: list[str]) -> bytes:
     """Return the header of a safetensors file that holds tensors one after the other under new names."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
@@ -169,12 +171,12 @@ def _make_header(entries: list[Entry], metadata: dict[str, str], names: list[str
     return len(text).to_bytes(8, "little") + text
 
 
-def _is_float(entry: Entry) -> bool:
+def _is_float(entry: StoredTensor) -> bool:
     dtype = DTYPES.get(entry.dtype)
     return dtype is not None and dtype.is_floating_point
 
 
-def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
+def _check_finite(chunk: memoryview, entry: StoredTensor, path: Path) -> None:
     if not _is_float(entry):
         return
     dtype = DTYPES[entry.dtype]
@@ -189,7 +191,7 @@ def _check_finite(chunk: memoryview, entry: Entry, path: Path) -> None:
 
 __all__ = [
     "DTYPES",
-    "Entry",
+    "StoredTensor",
     "Shard",
     "copy_shard",
     "read_pieces",

@@ -1,21 +1,26 @@
-"""Copy the files beside a model's weights: tokenizer, chat template, generation configuration, licences.
+"""Copy the files beside a model's weights: tokenizer, chat template, generation configuration, licences, code.
 
-Only data is copied, by a list of names and from within the model's directory. Code that came with the source is copied
-by `source_code.py`, if the user trusts it.
+Data is copied by a list of names and from within the model's directory. Files such as `tokenizer_config.json` refer to
+classes in a field `auto_map`: as `module.Class`, or as `repository--module.Class` for code in another repository.
+`transformers` runs this code when a user trusts the *result*, where the user expects only the code of this package. So
+code of a source is copied only if the person who converts it trusts it, and so that it cannot replace this package's
+files.
 """
 
+import json
+import re
 import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from attnres.utils.model_files import OTHER_PATTERNS, SOURCE_CODE, TOKENIZER_PATTERNS
 
 from .checkpoint import TOKENIZER_CONFIG, Checkpoint
-from .source_code import AUTO_MAP, code_fields, copy_code, references, shown
-from .source_files import check_file, read_json, read_object, write_json
+from .source_files import AUTO_MAP, CODE_FIELDS, check_file, read_json, read_object, write_json
 
 
 def copy_side_files(
@@ -41,10 +46,12 @@ def copy_side_files(
 
     Raises:
         OSError: A file is damaged, or code that the tokenizer needs does not exist.
-        ValueError: A file is a link to a file outside `folder`, or refers to code outside it.
+        ValueError: A file is a link to a file outside `folder`, or refers to code outside it; or `transformers` refuses
+            the settings of generation.
     """
     folder, notes = checkpoint.folder, []
     paths = _side_files(folder)
+    generation = checkpoint.generation_config  # the result gets these settings, so they must be valid
     loaded = checkpoint.tokenizer
     needs_code = bool(references(checkpoint.tokenizer_config, folder / TOKENIZER_CONFIG)) and loaded is None
     if needs_code and not trust_remote_code:
@@ -64,7 +71,7 @@ def copy_side_files(
     if has_legacy_settings and checkpoint.generation_path == checkpoint.config_path:
         # `transformers` reads the settings of older models from `config.json`, but does not write them there.
         path = target / GENERATION_CONFIG_NAME
-        checkpoint.generation_config.to_json_file(path)
+        generation.to_json_file(path)
         notes += _settle_code(read_json(path), folder / path.name, path, target, trust_remote_code, code_folder)
     if loaded is not None:
         _name_tokenizer_class(type(loaded).__name__, target)
@@ -98,7 +105,7 @@ def _settle_code(
         trust_remote_code: As in [`copy_side_files`].
         code_folder: As in [`copy_side_files`].
     """
-    name = shown(path.name)
+    name = show_reference(path.name)
     holders = code_fields(content)
     referred, files = [], []
     for fields, key in holders:
@@ -113,9 +120,9 @@ def _settle_code(
         write_json(copy, content)
     notes = []
     if referred and not trust_remote_code:
-        code = ", ".join(map(shown, referred))
+        code = ", ".join(map(show_reference, referred))
         notes.append(f"Left out: code that {name} refers to ({code}). --trust-remote-code copies it.")
-    elsewhere = [shown(reference) for reference in referred if "--" in reference]
+    elsewhere = [show_reference(reference) for reference in referred if "--" in reference]
     if files:
         notes.append(f"Code that came with the source, for {name}: {', '.join(sorted(set(files)))}.")
     if elsewhere and trust_remote_code:
@@ -136,4 +143,137 @@ def _name_tokenizer_class(name: str, target: Path) -> None:
         write_json(path, tokenizer | {"tokenizer_class": name})
 
 
-__all__ = ["copy_side_files"]
+def code_fields(value: Any) -> list[tuple[dict, str]]:
+    """Return the fields of a JSON value that name code, at any depth: the object that has the field, and its name."""
+    found, pending = [], [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            # A vocabulary may have the token "auto_map", whose value is a number.
+            found += [(item, key) for key in CODE_FIELDS if not isinstance(item.get(key, 0), int)]
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+    return found
+
+
+def show_reference(reference: str) -> str:
+    """Return a reference for a message: unchanged if it looks like a path or class, otherwise quoted and escaped."""
+    return reference if re.fullmatch(r"[\w./-]+", reference) else repr(reference)
+
+
+def references(fields: dict, path: Path) -> list[str]:
+    """Return the references in the `auto_map` of a JSON object; none if it has no `auto_map`.
+
+    Args:
+        fields: The JSON object.
+        path: The file it was read from, for the message.
+
+    Returns:
+        References such as `module.Class`.
+
+    Raises:
+        OSError: The `auto_map` holds a value that is not a reference.
+    """
+    result = []
+    auto_map = fields.get(AUTO_MAP, {})
+    for value in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:
+        for reference in value if isinstance(value, list) else [value]:
+            if reference is not None and not isinstance(reference, str):
+                raise OSError(f"{path} is damaged (`{AUTO_MAP}` is {json.dumps(auto_map)}). Copy it again.")
+            result += [reference] if reference else []
+    return result
+
+
+def module_of(reference: str, folder: Path) -> list[str]:
+    """Split a reference `subfolder/module.Class` into the names of its folders and its module.
+
+    Args:
+        reference: The reference.
+        folder: The model's directory, for the message.
+
+    Returns:
+        The names, such as `["subfolder", "module"]`.
+
+    Raises:
+        ValueError: A name is not a Python identifier, so the path might lead out of the directory.
+    """
+    module, _, name = reference.rpartition(".")
+    parts = module.split("/")
+    if not all(part.isidentifier() for part in (*parts, name)):
+        raise ValueError(f"{folder} refers to code as {reference!r}, which is not the name of a class in a file there.")
+    return parts
+
+
+def copy_code(
+    auto_map: dict | list | str, folder: Path, target: Path, subfolder: str = SOURCE_CODE
+) -> tuple[Any, list[str]]:
+    """Copy the Python files that an `auto_map` refers to, and the files that they import.
+
+    Args:
+        auto_map: The value of the field `auto_map`.
+        folder: The source's directory.
+        target: The result's directory.
+        subfolder: The subfolder of `target` for the copies; empty for its top level.
+
+    Returns:
+        The value with references to the copies, and the sorted paths of the copies relative to `target`.
+
+    Raises:
+        OSError: A file does not exist.
+        ValueError: A path leads out of `folder`, or another file has the same name in `target`.
+    """
+    files = []
+
+    def moved(value: Any) -> Any:
+        """Copy the files of all references in a value, and return the value with the new references."""
+        if isinstance(value, dict):
+            return {key: moved(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [moved(item) for item in value]
+        if not value or "--" in value:  # none, or code in another repository
+            return value
+        parts = module_of(value, folder)
+        # An earlier conversion may have put it into its subfolder. A file `source_code.py` is not that subfolder.
+        is_moved = len(parts) > 1 and parts[0] == SOURCE_CODE
+        parents = [*filter(None, [subfolder]), *parts[is_moved:-1]]
+        for path in with_imports(folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder):
+            copy = target.joinpath(*parents, path.name)
+            if copy.exists() and copy.read_bytes() != path.read_bytes():
+                raise ValueError(f"{path} would take the place of another {copy.relative_to(target)}. Rename it.")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+            files.append(copy.relative_to(target).as_posix())
+        return f"{'/'.join((*parents, parts[-1]))}.{value.rpartition('.')[2]}"
+
+    return moved(auto_map), sorted(set(files))
+
+
+def with_imports(code: Path, folder: Path) -> list[Path]:
+    """Return a Python file and all files beside it that it imports, directly or through others.
+
+    Args:
+        code: The file.
+        folder: The model's directory, which all files must lie in.
+
+    Returns:
+        The paths.
+
+    Raises:
+        OSError: A file does not exist.
+        ValueError: A file leads out of the directory.
+    """
+    files = [code]
+    for path in files:  # the loop also visits the files that it appends
+        check_file(folder, path)
+        for module in sorted(get_relative_imports(path)):
+            # `get_relative_imports` searches the file by a pattern, so it may return any text of the file.
+            if not module.isidentifier():
+                raise ValueError(f"{path} imports {show_reference(module)}, which does not lie beside it.")
+            imported = code.with_name(f"{module}.py")
+            if imported not in files:
+                files.append(imported)
+    return files
+
+
+__all__ = ["code_fields", "copy_side_files", "module_of", "references", "with_imports"]

@@ -28,14 +28,14 @@ _MAX_LAYERS = 10**4  # far more than any model has; the limit where the weights 
 _MAX_LABELS = 10**6  # labels of a classifier: `transformers` makes a name for each
 
 
-def check_sizes(path: Path, fields: dict[str, Any], tensors: Collection[str] | None = None, num_bytes: int = 0) -> None:
+def check_sizes(path: Path, fields: dict[str, Any], num_bytes: int = 0, tensors: Collection[str] | None = None) -> None:
     """Check a configuration file: its numbers of layers, dimensions and labels, and other values that no model has.
 
     Args:
         path: `config.json` beside the weights, for the message.
         fields: Its fields.
-        tensors: The names of the tensors. Without them, only values that no model has are refused.
         num_bytes: The size of the weights in bytes.
+        tensors: The names of the tensors. Without them, only values that no model has are refused.
 
     Raises:
         ValueError: A value does not fit. The message names the file, the field, its value and the size of the weights.

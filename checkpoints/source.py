@@ -77,7 +77,7 @@ class ModelSource:
             FileNotFoundError: The model cannot be found.
             ValueError: It is the folder of an adapter.
         """
-        if needs_weights and self.is_named and Path(self.name).is_dir():
+        if needs_weights and self.is_named:
             raise self._without_weights()
         if needs_weights or is_tokenizer:
             check_source(self.name, is_tokenizer=is_tokenizer)
@@ -118,16 +118,20 @@ class ModelSource:
             raise ValueError(f"{subject} ({type(error).__name__}): {' '.join(str(error).split())}") from error
 
     def check_files(self) -> None:
-        """Compare the numbers in the configuration with the headers of the weights, as [`check_source_sizes`] does.
+        """Compare the numbers in the configuration with the headers of the weights, as [`check_sizes_of`] does.
 
         `transformers` makes lists of the lengths given there, also for the tokenizer.
 
         Raises:
             OSError, ValueError: A file is missing or damaged, or a number does not fit the weights.
         """
-        from .whole import check_source_sizes
+        from .whole import check_sizes_of
 
-        check_source_sizes(self.name, self.revision)
+        try:
+            check_sizes_of(self.checkpoint)
+        except FileNotFoundError:  # of a repository, the Hub may give single files alone: loading then names the error
+            if self.is_folder:
+                raise
 
     def tokenizer(self, remedy: str = "", trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that is with the model.
@@ -167,7 +171,7 @@ class ModelSource:
         """
         from transformers import AutoModelForCausalLM
 
-        from .source_code import CODE_FIELDS
+        from .source_files import CODE_FIELDS
         from .whole import load_whole
 
         if self.is_named:

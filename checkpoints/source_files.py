@@ -7,6 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+AUTO_MAP = "auto_map"
+PIPELINES = "custom_pipelines"
+# Fields that name code, in any JSON file of a model.
+CODE_FIELDS = (AUTO_MAP, PIPELINES, "custom_generate")
+
 
 def check_file(folder: Path, path: Path) -> None:
     """Raise unless a path in a model's directory exists within it, after links are followed.
@@ -77,4 +82,14 @@ def read_object(path: Path) -> dict:
     return fields
 
 
-__all__ = ["check_file", "check_no_pipe", "json_text", "read_json", "read_object", "write_json"]
+__all__ = [
+    "AUTO_MAP",
+    "CODE_FIELDS",
+    "PIPELINES",
+    "check_file",
+    "check_no_pipe",
+    "json_text",
+    "read_json",
+    "read_object",
+    "write_json",
+]

@@ -74,11 +74,31 @@ def check_memory(needed: int, subject: str, remedy: str) -> None:
         raise ValueError(f"{subject} take {show_bytes(needed)} of memory, but {show_bytes(free)} are free. {remedy}")
 
 
-def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -> Checkpoint | None:
+def check_sizes_of(checkpoint: Checkpoint) -> None:
     """Compare the numbers in a checkpoint's `config.json` with the headers of its weights, without building a model.
 
     A command calls this before it loads even the tokenizer of a checkpoint: for that too `transformers` reads the
     configuration, and makes lists of the lengths given there.
+
+    Args:
+        checkpoint: The checkpoint.
+
+    Raises:
+        OSError: A file is missing, truncated or damaged.
+        ValueError: A number does not fit the weights, or a field of Kimi K3 is wrong. The message names the file, the
+            field and its value. Or the directory holds Kimi K3, but the Auto classes would build another model from it.
+    """
+    if checkpoint.lacks_metadata:
+        raise OSError(
+            f"{checkpoint.weights_path} has no object `metadata`, so transformers cannot load the weights. Add "
+            f'`"metadata": {{}}` to it, or let `attnres convert` write a whole index.'
+        )
+    checkpoint.check_sizes()
+    check_kimi_k3(checkpoint)
+
+
+def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -> Checkpoint | None:
+    """Open a checkpoint, and check it as [`check_sizes_of`] does.
 
     Args:
         source: The directory or Hub id. A repository on the Hub is downloaded.
@@ -88,10 +108,8 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
         The checkpoint, or None if it has no headers to compare with. Loading the model then raises the error.
 
     Raises:
-        OSError: A file is missing, truncated or damaged; or `source` is the directory of a training run.
-        ValueError: `source` is an adapter. Or a number does not fit the weights, or a field of Kimi K3 is wrong. The
-            message names the file, the field and its value. Or the directory holds Kimi K3, but the Auto classes would
-            build another model from it.
+        OSError: As [`check_sizes_of`], or `source` is the directory of a training run.
+        ValueError: As [`check_sizes_of`], or `source` is an adapter.
     """
     is_folder = os.path.isdir(source)
     try:
@@ -100,19 +118,11 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
         if is_folder:
             raise
         return None
-    if not checkpoint.config_path.is_file():
-        return None
-    if checkpoint.lacks_metadata:
-        raise OSError(
-            f"{checkpoint.weights_path} has no object `metadata`, so transformers cannot load the weights. Add "
-            f'`"metadata": {{}}` to it, or let `attnres convert` write a whole index.'
-        )
-    checkpoint.check_sizes()
-    check_kimi_k3(checkpoint)
+    check_sizes_of(checkpoint)
     return checkpoint if checkpoint.has_weights else None
 
 
-def check_before_loading(
+def _check_before_loading(
     auto_class: Any, source: str, *, starts_anew: bool = False, part: Part | None = None, **options: Any
 ) -> tuple[type[PreTrainedModel], frozenset[str]] | None:
     """Check on the meta device that the weights of a checkpoint are those of its configuration's model.
@@ -228,12 +238,12 @@ def load_whole(
         The model.
 
     Raises:
-        OSError, RuntimeError, ValueError: As [`check_before_loading`], before memory is taken; or the checkpoint lacks
+        OSError, RuntimeError, ValueError: As [`_check_before_loading`], before memory is taken; or the checkpoint lacks
             tensors of the model. The message names one.
     """
     # Without this, `transformers` would ask whether it may run code that comes with the model.
     options.setdefault("trust_remote_code", False)
-    chosen = check_before_loading(auto_class, source, starts_anew=starts_anew, part=part, **options)
+    chosen = _check_before_loading(auto_class, source, starts_anew=starts_anew, part=part, **options)
     with nullcontext() if chosen is None else _reading_only(*chosen):
         model, report = auto_class.from_pretrained(source, **options, output_loading_info=True)
     check_whole(model, report["missing_keys"], source, starts_anew=starts_anew)
@@ -260,4 +270,11 @@ def _reading_only(model_class: type[PreTrainedModel], names: Collection[str]) ->
         del model_class.state_dict
 
 
-__all__ = ["Part", "check_before_loading", "check_memory", "check_source_sizes", "check_whole", "load_whole"]
+__all__ = [
+    "Part",
+    "check_memory",
+    "check_sizes_of",
+    "check_source_sizes",
+    "check_whole",
+    "load_whole",
+]

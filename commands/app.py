@@ -4,13 +4,17 @@
 seconds. Then it imports `NAME.py`, which does the work.
 """
 
-from typing import Annotated
+import os
+import re
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from attnres import __version__
+from attnres.utils.wording import did_you_mean
 
-from .choices import Command, CommandGroup, Debug
+from .choices import Debug
 from .listing import list_names
 from .options_convert import convert
 from .options_demo import demo
@@ -19,6 +23,49 @@ from .options_inspect import inspect
 from .options_plan import plan
 from .options_push import push
 from .options_train import train
+
+
+def _keep_examples(text: str | None) -> str | None:
+    """Mark the examples in a help text, which are paragraphs that begin with `attnres `, to keep their line breaks."""
+    # click rewraps a paragraph unless its first line is a backspace character.
+    return text and text.replace("\n\nattnres ", "\n\n\b\nattnres ")
+
+
+class CommandGroup(TyperGroup):
+    """A group of commands. Its help text keeps the line breaks of examples."""
+
+    def __init__(self, *, help: str | None = None, **options: Any):
+        super().__init__(help=_keep_examples(help), **options)
+
+
+class Command(TyperCommand):
+    """A command that keeps the line breaks of examples in its help, and proposes a similar name for a misspelt choice.
+
+    It expands a leading `~` of any argument, also where the shell leaves it, as in quotes.
+    """
+
+    def __init__(self, name: str | None, *, help: str | None = None, **options: Any):
+        super().__init__(name, help=_keep_examples(help), **options)
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """Parse arguments as typer does, but expand `~` first, and end the messages of errors with a proposal."""
+        try:
+            return super().parse_args(ctx, [expand_home(arg) for arg in args])
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            if unknown := re.search(r"'(.*)' is not one of ('.*)", error.message):
+                choices = re.findall("'(.*?)'", unknown[2])
+                error.message += did_you_mean(unknown[1], choices, otherwise_all=False)
+            raise
+
+
+def expand_home(argument: str) -> str:
+    """Replace a leading `~` of an argument, or of the value in `--option=value`, by the home directory."""
+    if not argument.startswith("--"):
+        return os.path.expanduser(argument)
+    option, equals, value = argument.partition("=")
+    return f"{option}{equals}{os.path.expanduser(value)}"
+
 
 app = typer.Typer(
     cls=CommandGroup,

@@ -1,22 +1,20 @@
-"""Common parts of the commands: `--debug`, help texts, safe printing.
+"""Common parts of the commands: options, checks of arguments, safe printing.
 
 Every help text imports this file, so it does not import PyTorch.
 """
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
-from typer.core import TyperCommand, TyperGroup
 
 from attnres.checkpoints.source import ModelSource
 from attnres.utils.declared import import_files
 from attnres.utils.files import Written, check_replaceable, check_writable
-from attnres.utils.wording import counted, did_you_mean, printable
+from attnres.utils.wording import counted, printable
 
 from .guard import show_tracebacks
 
@@ -47,48 +45,6 @@ Imports = Annotated[
         expose_value=False,
     ),
 ]
-
-
-def _keep_examples(text: str | None) -> str | None:
-    """Mark the examples in a help text, which are paragraphs that begin with `attnres `, to keep their line breaks."""
-    # click rewraps a paragraph unless its first line is a backspace character.
-    return text and text.replace("\n\nattnres ", "\n\n\b\nattnres ")
-
-
-class CommandGroup(TyperGroup):
-    """A group of commands. Its help text keeps the line breaks of examples."""
-
-    def __init__(self, *, help: str | None = None, **options: Any):
-        super().__init__(help=_keep_examples(help), **options)
-
-
-class Command(TyperCommand):
-    """A command that keeps the line breaks of examples in its help, and proposes a similar name for a misspelt choice.
-
-    It expands a leading `~` of any argument, also where the shell leaves it, as in quotes.
-    """
-
-    def __init__(self, name: str | None, *, help: str | None = None, **options: Any):
-        super().__init__(name, help=_keep_examples(help), **options)
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """Parse arguments as typer does, but expand `~` first, and end the messages of errors with a proposal."""
-        try:
-            return super().parse_args(ctx, [expand_home(arg) for arg in args])
-        except typer.BadParameter as error:
-            error.message = error.message.removeprefix("Value error, ")
-            if unknown := re.search(r"'(.*)' is not one of ('.*)", error.message):
-                choices = re.findall("'(.*?)'", unknown[2])
-                error.message += did_you_mean(unknown[1], choices, otherwise_all=False)
-            raise
-
-
-def expand_home(argument: str) -> str:
-    """Replace a leading `~` of an argument, or of the value in `--option=value`, by the home directory."""
-    if not argument.startswith("--"):
-        return os.path.expanduser(argument)
-    option, equals, value = argument.partition("=")
-    return f"{option}{equals}{os.path.expanduser(value)}"
 
 
 def shown(text: str) -> str:
@@ -137,22 +93,6 @@ def check_out(out: Path, written: Written, overwrite: bool, option: str = "--out
     """
     check_replaceable(out, written, overwrite)
     check_writable(Path(os.path.abspath(out)).parent, f"{option} {out}")  # a new directory takes its place
-
-
-def check_apart(folder: Path, target: Path, source: str) -> None:
-    """Raise an error if the directory of a source and that of its result lie in each other.
-
-    Args:
-        folder: The source's directory.
-        target: The result's directory.
-        source: The name of the source, for the message.
-
-    Raises:
-        ValueError: One is the other, or lies in it.
-    """
-    for inner, outer in ((folder, target), (target, folder)):
-        if inner.resolve().is_relative_to(outer.resolve()):
-            raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
 
 
 def given_options(context: typer.Context) -> list[str]:

@@ -3,7 +3,6 @@
 Help texts, options and `attnres list connections` derive from what the classes declare.
 """
 
-import math
 from typing import Any
 
 from attnres.utils.declared import DeclaredConnection, declared_connections, presets
@@ -41,6 +40,11 @@ def owners(option: str) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def help_of(option: str, text: str) -> str:
+    """Return the help of an option that only some connections have, preceded by their names."""
+    return f"{owners(option)}: {text}"
+
+
 def describe_connections() -> str:
     """Return all connections and presets with their meanings and options, for a help text."""
     return "; ".join(
@@ -70,32 +74,12 @@ def list_connections() -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (TITLES, *rows)]
 
 
-def remark_on_blocks(config: Any, num_blocks: int | None) -> str | None:
-    """Return a remark if a retrofit has another number of blocks than the user may expect.
-
-    Args:
-        config: The configuration of the result.
-        num_blocks: The number of blocks that the user gave; `None` if not given.
-
-    Returns:
-        A sentence, or `None` if there is nothing to remark.
-    """
-    if config.residual_connection != owners("num_blocks"):
-        return None
-    from attnres.attn_res_attnres import block_sublayers  # the caller, who made `config`, has imported PyTorch
-
-    size, sublayers = block_sublayers(config), config.num_sublayers
-    count = math.ceil(sublayers / size)
-    if num_blocks is not None and count != num_blocks:
-        if size == 1:
-            return f"--num-blocks {num_blocks} becomes Full AttnRes: there are {sublayers} sublayers, each a block."
-        return f"--num-blocks {num_blocks} becomes {count}: {sublayers} sublayers, {size} to a block."
-    if num_blocks is None and count == 1 and size > 1:
-        return (
-            f"a block size of {size} puts all {sublayers} sublayers into one block, so that each attends only to the "
-            f"embedding and one sum. --block-size {math.ceil(sublayers / 8)} would make about 8 blocks."
-        )
-    return None
-
-
-__all__ = ["TITLES", "connections", "describe_connections", "flag", "list_connections", "owners", "remark_on_blocks"]
+__all__ = [
+    "TITLES",
+    "connections",
+    "describe_connections",
+    "flag",
+    "help_of",
+    "list_connections",
+    "owners",
+]

@@ -1,36 +1,40 @@
-"""`attnres convert`: plan, write into a temporary directory beside the target, verify, and rename.
+"""`attnres convert`: check the source, write into a temporary directory beside the target, verify, and rename.
 
 The result gets its name only at the end, so a failed or interrupted conversion leaves nothing behind.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from transformers import PreTrainedConfig
 
 from attnres import ResidualConfig
+from attnres.attn_res_attnres import block_sublayers
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
-from attnres.checkpoints.source import ModelSource
-from attnres.commands.connections import remark_on_blocks
-from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
-from attnres.conversion.plan import Plan, write
-from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
+from attnres.checkpoints.kimi_k3 import describe_layout
+from attnres.conversion.convert import Conversion
+from attnres.conversion.convert_kimi_k3 import prepare_kimi_k3
+from attnres.conversion.verify import MAX_CHARACTERS, MEMORY_OF_LOGITS, PROMPTS, compare
 from attnres.publishing.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
 from attnres.utils.files import atomic_directory, show_bytes
+from attnres.utils.memory import free_memory
 from attnres.utils.model_files import WRITTEN_MODEL
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.wording import counted, printable
 
-from .choices import check_apart, describe_unread, shown
+from .choices import describe_unread, shown
+from .connections import owners
 
 
 def run_convert(
     source: str,
     target: Path,
-    make_plan: Callable[[Checkpoint], Plan],
+    prepare: Callable[[Checkpoint], Conversion],
     *,
     revision: str | None,
     verify: bool | None,
@@ -47,8 +51,8 @@ def run_convert(
     Args:
         source: The directory or Hub id.
         target: The directory to write.
-        make_plan: One of the `plan_*` functions of `attnres.conversion.convert`, with its other arguments bound. It is
-            not called for Kimi K3, which has plans of its own.
+        prepare: One of the `prepare_*` functions of `attnres.conversion.convert`, with its other arguments bound. It
+            is not called for Kimi K3, which is converted in another way.
         revision: The branch, tag or commit on the Hub.
         verify: Whether to compare the two models' logits. `None`: if one of them fits in memory in float32.
         text: A file to compare on instead of the built-in prompts.
@@ -64,60 +68,37 @@ def run_convert(
             tensor or value.
     """
     console = Console(soft_wrap=True, highlight=False)
-    checkpoint = ModelSource(source, revision).checkpoint
-    check_apart(checkpoint.folder, target, source)
+    checkpoint = Checkpoint.open(source, revision)
     texts = PROMPTS if text is None else [_read_text(text)]
     with atomic_directory(target, WRITTEN_MODEL, overwrite=overwrite) as stage:
         with TemporaryDirectory(dir=stage) as scratch:
             with status(console, "Reading the checkpoint ..."):
-                opened = copyable(checkpoint, Path(scratch))
-                _ = opened.generation_config  # the result gets these settings, so they must be valid
-            plan = plan_kimi_k3(opened, flags, back) or make_plan(opened)
-            console.print(_describe(plan))
-            if plan.has_code and (remark := remark_on_blocks(plan.config, num_blocks)):
+                checkpoint = copyable(checkpoint, Path(scratch))
+            conversion = prepare_kimi_k3(checkpoint, flags, back) or prepare(checkpoint)
+            config = conversion.config
+            connections = _describe_connections(config)
+            remark = _remark_on_blocks(config, num_blocks) if isinstance(config, ResidualConfig) else None
+            console.print(_describe(conversion, connections))
+            if remark and conversion.has_code:
                 console.print(f"Note: {remark}")
-            with _progress(console) as progress:
-                task = progress.add_task("linking" if hard_link else "copying", total=plan.num_bytes)
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            with ProgressBar(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console) as progress:
+                task = progress.add_task("linking" if hard_link else "copying", total=conversion.num_bytes)
                 options = {"hard_link": hard_link, "trust_remote_code": trust_remote_code}
-                notes = write(plan, stage, **options, on_bytes=lambda n: progress.advance(task, n))
-            if plan.unread:
-                console.print(f"{describe_unread(plan.unread, 'the source')} Copied unchanged and not verified.")
+                notes = conversion.write(stage, **options, on_bytes=lambda n: progress.advance(task, n))
+            if conversion.unread:
+                warning = describe_unread(conversion.unread, "the source")
+                console.print(f"{warning} Copied unchanged and not verified.")
             for note in notes:
                 console.print(shown(note))
         result = Checkpoint(stage)
-        comparison = _verify(console, plan, result, verify, texts)
-        if plan.has_code and isinstance(plan.config, ResidualConfig):
-            _write_card(plan, plan.config, result, source, target.name, comparison)
+        measured = _verify(console, conversion, result, verify, texts)
+        if conversion.has_code and isinstance(config, ResidualConfig):
+            text_of_card = _card(conversion, connections, measured, source)
+            has_tokenizer, layout = bool(result.tokenizer_files), describe_layout(config, result)
+            subject = CardSubject(config, stage, target.name, has_tokenizer=has_tokenizer, layout=layout)
+            write_card(text_of_card, subject)
     console.print(f"Written to [bold]{shown(str(target))}[/].")
-
-
-def _progress(console: Console) -> ProgressBar:
-    """Return a progress bar in bytes, with the speed and the time that is left."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return ProgressBar(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console)
-
-
-def _describe(plan: Plan) -> str:
-    """Return lines about the source's size, the result's connections, and the tensors added or left out."""
-    checkpoint, config = plan.checkpoint, plan.config
-    tensors, files = counted(len(checkpoint.entries), "tensor"), counted(len(checkpoint.shards), "file")
-    parts = [f"{tensors} in {files}, {show_bytes(checkpoint.num_bytes)}"]
-    if isinstance(config, ResidualConfig):
-        parts.append(f"{config.model_type}: {config.connection.describe(config)}{_attention(config)}")
-    else:
-        parts.append(f"{config.model_type}: standard residual connections")
-    if plan.added:
-        size = show_bytes(sum(tensor.nbytes for tensor in plan.added.values()))
-        parts.append(f"{counted(len(plan.added), 'tensor')} added, {size}")
-    if plan.dropped:
-        parts.append(f"{counted(len(plan.dropped), 'tensor')} left out")
-    return "\n".join(parts)
-
-
-def _without_unread(plan: Plan) -> str:
-    """Return the end of a sentence on a comparison: it did not take the tensors that the model does not read."""
-    unread = counted(len(plan.unread), "tensor")
-    return f", without the {unread} that this model does not read" if plan.unread else ""
 
 
 def _read_text(path: Path) -> str:
@@ -132,60 +113,68 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _attention(config: ResidualConfig) -> str:
-    """Return what is added to the attention, such as ", attention gated (sdpa)"."""
+def _describe_connections(config: PreTrainedConfig) -> str:
+    """Return the residual connections of a model in words, with gates and value residuals of the attention."""
+    if not isinstance(config, ResidualConfig):
+        return "standard residual connections"
     gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
-    return f"{gate}{', value residuals' if config.value_residual else ''}"
+    return f"{config.connection.describe(config)}{gate}{', value residuals' if config.value_residual else ''}"
 
 
-def _write_card(
-    plan: Plan,
-    config: ResidualConfig,
-    result: Checkpoint,
-    source: str,
-    name: str,
-    comparison: FunctionComparison | None,
-) -> None:
-    """Write the model card. If the source has a card of this package, add this conversion to it."""
-    folder = plan.checkpoint.folder
-    hub_id, commit = on_hub(folder, source)
+def _remark_on_blocks(config: ResidualConfig, num_blocks: int | None) -> str | None:
+    """Return a remark if a result has another number of blocks than the user may expect; else None.
+
+    Args:
+        config: The configuration of the result.
+        num_blocks: The number of blocks that the user gave; None if not given.
+    """
+    if config.residual_connection != owners("num_blocks"):
+        return None
+    size, sublayers = block_sublayers(config), config.num_sublayers
+    count = math.ceil(sublayers / size)
+    if num_blocks is not None and count != num_blocks:
+        if size == 1:
+            return f"--num-blocks {num_blocks} becomes Full AttnRes: there are {sublayers} sublayers, each a block."
+        return f"--num-blocks {num_blocks} becomes {count}: {sublayers} sublayers, {size} to a block."
+    if num_blocks is None and count == 1 and size > 1:
+        return (
+            f"a block size of {size} puts all {sublayers} sublayers into one block, so that each attends only to the "
+            f"embedding and one sum. --block-size {math.ceil(sublayers / 8)} would make about 8 blocks."
+        )
+    return None
+
+
+def _describe(conversion: Conversion, connections: str) -> str:
+    """Return lines about the source's size, the result's connections, and the tensors added or left out."""
+    checkpoint = conversion.checkpoint
+    tensors, files = counted(len(checkpoint.entries), "tensor"), counted(len(checkpoint.shards), "file")
     parts = [
-        f"**{plan.title}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: "
-        f"{config.connection.describe(config)}{_attention(config)}."
+        f"{tensors} in {files}, {show_bytes(checkpoint.num_bytes)}",
+        f"{conversion.config.model_type}: {connections}",
     ]
-    if plan.added:
-        parts.append(f"{counted(len(plan.added), 'tensor')} added, all others as they were.")
-    if plan.difference is not None:
-        parts.append(f"Not the same function: {plan.difference}.")
-    elif comparison is None:
-        parts.append("It was not verified that the result computes the same function.")
-    else:
-        parts.append(f"The result computed the same function as its source: {comparison}{_without_unread(plan)}.")
-    step = " ".join(map(printable, parts))
-    layout = plan.describe_layout(result)
-    subject = CardSubject(config, result.folder, name, has_tokenizer=bool(result.tokenizer_files), layout=layout)
-    write_card(add_step(new_card(folder, hub_id), step), subject)
+    if conversion.added:
+        size = show_bytes(sum(tensor.nbytes for tensor in conversion.added.values()))
+        parts.append(f"{counted(len(conversion.added), 'tensor')} added, {size}")
+    if conversion.dropped:
+        parts.append(f"{counted(len(conversion.dropped), 'tensor')} left out")
+    return "\n".join(parts)
 
 
 def _verify(
-    console: Console, plan: Plan, result: Checkpoint, verify: bool | None, texts: Sequence[str]
-) -> FunctionComparison | None:
-    """Compare source and result. Print and return the comparison; return `None` if they are not compared.
+    console: Console, conversion: Conversion, result: Checkpoint, verify: bool | None, texts: Sequence[str]
+) -> str | None:
+    """Compare source and result. Print and return what the comparison gave; return `None` if they are not compared.
 
     Raises:
-        RuntimeError: Source and result compute different functions, although the plan promises the same function.
+        RuntimeError: Source and result compute different functions, although the conversion promises the same one.
     """
     if verify is False:
         return None
-    if verify is None and getattr(plan.config, "quantization_config", None) is not None:
+    if verify is None and getattr(conversion.config, "quantization_config", None) is not None:
         console.print("Not verified: quantised weights need further packages. --verify compares nevertheless.")
         return None
-    lacking = missing_memory(plan.num_values)
-    if verify is None and lacking:
-        console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
-        return None
-    index = plan.checkpoint.weights_path
-    if plan.checkpoint.lacks_metadata and index is not None:
+    index = conversion.checkpoint.weights_path
+    if conversion.checkpoint.lacks_metadata and index is not None:
         reason = (
             f"transformers cannot load the source, whose {index.name} has no object `metadata`. The result's has one"
         )
@@ -193,12 +182,34 @@ def _verify(
             raise ValueError(f"{index}: {reason}. Leave out --verify.")
         console.print(f"Not verified: {reason}.")
         return None
+    lacking = 4 * conversion.model.num_parameters() + MEMORY_OF_LOGITS - free_memory()
+    if verify is None and lacking > 0:
+        console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
+        return None
     with status(console, "Comparing the two models on text ..."):
-        comparison = compare(plan.checkpoint, result, texts, plan.model_class)
-    label = "Verified" if comparison.is_same else "Not the same"
-    console.print(f"{label}: {comparison}{_without_unread(plan)}")
-    if plan.difference is not None:
-        console.print(f"Not the same function: {shown(plan.difference)}.")
+        comparison = compare(conversion.checkpoint, result, texts, conversion.model_class)
+    unread = counted(len(conversion.unread), "tensor")
+    without = f", without the {unread} that this model does not read" if conversion.unread else ""
+    measured = f"{comparison}{without}"
+    console.print(f"{'Verified' if comparison.is_same else 'Not the same'}: {measured}")
+    if conversion.difference is not None:
+        console.print(f"Not the same function: {shown(conversion.difference)}.")
     elif not comparison.is_same:
         raise RuntimeError(f"the result computes another function: {comparison}.")
-    return comparison
+    return measured
+
+
+def _card(conversion: Conversion, connections: str, measured: str | None, source: str) -> str:
+    """Return the model card of a source, or the beginning of a card, with this conversion as its last step."""
+    folder = conversion.checkpoint.folder
+    hub_id, commit = on_hub(folder, source)
+    parts = [f"**{conversion.title}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: {connections}."]
+    if conversion.added:
+        parts.append(f"{counted(len(conversion.added), 'tensor')} added, all others as they were.")
+    if conversion.difference is not None:
+        parts.append(f"Not the same function: {conversion.difference}.")
+    elif measured is None:
+        parts.append("It was not verified that the result computes the same function.")
+    else:
+        parts.append(f"The result computed the same function as its source: {measured}.")
+    return add_step(new_card(folder, hub_id), " ".join(map(printable, parts)))

@@ -12,7 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Generator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _LOADING = "Loading PyTorch and Transformers ..."
@@ -21,15 +21,9 @@ _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _RESEND_AFTER = 0.05  # seconds until a lost signal is sent again
 
 
-class _State:
-    """The state of the command that this process runs."""
-
-    working = False  # whether the command has loaded its modules and works
-    debug = False  # whether `--debug` was given
-    received: int | None = None  # the signal that ended the command
-
-
-_state = _State()
+# The state of the command that this process runs: whether it has loaded its modules and works, whether `--debug` was
+# given, and the signal that ended it.
+_state = SimpleNamespace(working=False, debug=False, received=None)
 
 
 def show_tracebacks(is_given: bool) -> None:
@@ -67,8 +61,8 @@ def guarded() -> Generator[None]:
     for number in SIGNALS:
         # A shell makes background jobs ignore signals. They must still ignore them.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _receive)
-    sys.unraisablehook = _raise_again
+            signal.signal(number, _receive_signal)
+    sys.unraisablehook = _raise_signal_again
     format_warning = warnings.formatwarning
 
     # Warnings of the model family are for users, so they are printed without the place in the code.
@@ -88,34 +82,34 @@ def guarded() -> Generator[None]:
     except BaseException as error:
         code = 1
         if _state.received is None:
-            print(_describe(error), file=sys.stderr)
+            print(_describe_error(error), file=sys.stderr)
     finally:
         warnings.formatwarning = format_warning
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the work is over, so a second signal interrupts nothing
         if _state.received is not None:
             code = 128 + _state.received
-            print(_line(_state.received), file=sys.stderr)
+            print(_line_of_signal(_state.received), file=sys.stderr)
     sys.exit(code)
 
 
-def _line(number: int) -> str:
+def _line_of_signal(number: int) -> str:
     """Return the line to print when this signal ends the command."""
     return f"attnres: {SIGNALS[signal.Signals(number)]}."
 
 
-def _receive(number: int, frame: FrameType | None) -> None:
+def _receive_signal(number: int, frame: FrameType | None) -> None:
     """Handle a signal: end the process at once while it is loading, and raise an exception while it works."""
     if not _state.working:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        os.write(2, f"{_line(number)}\n".encode())
+        os.write(2, f"{_line_of_signal(number)}\n".encode())
         os._exit(128 + number)
     _state.received = number
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
-def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
+def _raise_signal_again(unraisable: "sys.UnraisableHookArgs") -> None:
     """Send a signal again if it arrived in a destructor or callback, where Python drops its exception."""
     if _state.received is None or not isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
         sys.__unraisablehook__(unraisable)
@@ -127,7 +121,7 @@ def _raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
     timer.start()
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return an error in one line. For an unforeseen error, write the traceback to a file that the line names."""
     import traceback
 
@@ -140,10 +134,10 @@ def _describe(error: BaseException) -> str:
     if is_foreseen:
         return f"attnres: {text}"
     line = f"attnres: unforeseen {text}"
-    return line if _state.debug else f"{line} ({_write(trace)})"
+    return line if _state.debug else f"{line} ({_write_traceback(trace)})"
 
 
-def _write(trace: str) -> str:
+def _write_traceback(trace: str) -> str:
     """Write a traceback to a temporary file, and return the words that name this file."""
     import tempfile
 

@@ -1,6 +1,6 @@
 """The options of `attnres convert`, and the checks of them that need no PyTorch."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -10,21 +10,20 @@ import typer
 
 from attnres.checkpoints.source import ModelSource
 from attnres.utils.declared import declared_connections
-from attnres.utils.files import check_space
-from attnres.utils.model_files import WRITTEN_MODEL, weight_bytes
+from attnres.utils.model_files import WRITTEN_MODEL
 from attnres.utils.wording import did_you_mean
 
-from .choices import Debug, Imports, check_apart, check_out, given_options
-from .connections import connections, describe_connections, flag, owners
+from .choices import Debug, Imports, check_out
+from .connections import connections, describe_connections, flag, help_of, owners
 from .guard import loading
 
 DEFAULT_RESIDUAL = next(iter(connections()))
 
 
-def _check_residual(name: str) -> str:
+def _check_residual(name: str | None) -> str | None:
     """Return the name of a connection or preset; raise `typer.BadParameter` for another name."""
     known = connections()  # with those that `--import` has added
-    if name not in known:
+    if name is not None and name not in known:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, known))}.")
     return name
 
@@ -43,24 +42,18 @@ class Undone(StrEnum):
     released = "released"
 
 
-def help_of(option: str, text: str) -> str:
-    """Return the help of an option that only some connections have, preceded by their names."""
-    return f"{owners(option)}: {text}"
-
-
 def convert(
-    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help="Directory or Hub id of the model.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory to write.")],
     residual: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME",
             callback=_check_residual,
             autocompletion=lambda: list(connections()),
-            help=f"Residual connection to put in: {describe_connections()}.",
+            help=f"Residual connection to put in: {describe_connections()}.  [default: {DEFAULT_RESIDUAL}]",
         ),
-    ] = DEFAULT_RESIDUAL,
+    ] = None,
     block_size: Annotated[
         int | None, typer.Option(min=1, help=help_of("block_size", "block size S in sublayers."))
     ] = None,
@@ -130,33 +123,36 @@ def convert(
         "streams": streams,
     }
     options = {name: value for name, value in values.items() if value is not None}
-    is_given = "residual" in given_options(context)
-    fields = read_fields(settings or (), residual)
-    refuse_options(residual, options, {"--set-block-size": set_block_size, "--to": to}, is_given, bool(fields))
+    connection = residual or DEFAULT_RESIDUAL
+    fields = read_fields(settings or (), connection)
+    # The options that the user has given: those of a retrofit, and those of other conversions.
+    flags = [name for name, is_given in {"--residual": residual, "--set": fields}.items() if is_given]
+    flags += map(flag, options)
+    others = [name for name, value in {"--set-block-size": set_block_size, "--to": to}.items() if value is not None]
+    if len(others) + bool(flags) > 1:
+        raise typer.BadParameter(f"{' and '.join([*others, *flags])} exclude each other.")
+    check_options(connection, options)
     ModelSource(source).check(needs_weights=True)
-    if overwrite and Path(source).is_dir():
-        check_apart(Path(source), target, source)
+    if Path(source).is_dir():
+        folder, result = Path(source).resolve(), target.resolve()
+        if folder.is_relative_to(result) or result.is_relative_to(folder):
+            raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
     check_out(target, WRITTEN_MODEL, overwrite, "DST")
-    if to is None and not hard_link and Path(source).is_dir():
-        check_space(target.absolute().parent, weight_bytes(Path(source)))
     with loading():
-        from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard
+        from attnres.conversion.convert import prepare_change, prepare_retrofit, prepare_standard
 
         from .convert import run_convert
 
-    flags = ["--residual"] if is_given else []
-    flags += [*(["--set"] if fields else []), *map(flag, options)]
-    flags += [] if set_block_size is None else ["--set-block-size"]
     if set_block_size is not None:
-        plan = partial(plan_change, block_size=set_block_size)
+        prepare = partial(prepare_change, block_size=set_block_size)
     elif to is not None:
-        plan = plan_standard
+        prepare = prepare_standard
     else:
-        plan = partial(plan_retrofit, residual=residual, **options, **fields)
+        prepare = partial(prepare_retrofit, residual=connection, **options, **fields)
     run_convert(
         source,
         target,
-        plan,
+        prepare,
         revision=revision,
         verify=verify,
         text=text,
@@ -164,7 +160,7 @@ def convert(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         num_blocks=num_blocks,
-        flags=flags,
+        flags=[*flags, *(name for name in others if name != "--to")],
         back=to and to.value,
     )
 
@@ -202,25 +198,16 @@ def read_fields(settings: Collection[str], residual: str) -> dict[str, object]:
     return fields
 
 
-def refuse_options(
-    residual: str, options: Collection[str], others: Mapping[str, object], is_given: bool, has_fields: bool
-) -> None:
-    """Raise an error if given options of `convert` exclude each other.
+def check_options(residual: str, options: Collection[str]) -> None:
+    """Raise an error if given options of a retrofit exclude each other, or belong to another connection.
 
     Args:
         residual: The residual connection.
-        options: The names of the retrofit options that the user has given.
-        others: The options of other conversions, with their values; `None` if not given.
-        is_given: Whether the user has given `--residual`.
-        has_fields: Whether the user has given `--set`.
+        options: The names of the options that the user has given.
 
     Raises:
         typer.BadParameter: Options exclude each other, or belong to another connection.
     """
-    conversions = [name for name, value in others.items() if value is not None]
-    flags = [*(["--residual"] if is_given else []), *(["--set"] if has_fields else []), *map(flag, options)]
-    if len(conversions) + bool(flags) > 1:
-        raise typer.BadParameter(f"{' and '.join([*conversions, *flags])} exclude each other.")
     for option in options:
         if option not in connections()[residual].options:
             raise typer.BadParameter(f"{flag(option)} belongs to --residual {owners(option)}, not to {residual}.")

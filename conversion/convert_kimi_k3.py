@@ -14,77 +14,44 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.complete import check_complete, empty_model, has_head
-from attnres.checkpoints.kimi_k3 import count_parameters, describe_layout, is_packed, model_class
-from attnres.checkpoints.shards import Entry
-from attnres.checkpoints.source_code import AUTO_MAP, code_fields, references
-from attnres.checkpoints.source_files import check_file, json_text, read_object
+from attnres.checkpoints.complete import check_complete, empty_model
+from attnres.checkpoints.kimi_k3 import is_packed
+from attnres.checkpoints.shards import StoredTensor
+from attnres.checkpoints.side_files import code_fields, references
+from attnres.checkpoints.source_files import AUTO_MAP, check_file, json_text, read_object
 from attnres.kimi_k3_configuration_attnres import fields_without_experts
 from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
 from attnres.pretrained_attnres import auto_map
 from attnres.travelling import write_used_code
 from attnres.utils.model_files import RECORD
 
-from .plan import Plan
+from .convert import Conversion
 
 # Fields of the text model that a composite `config.json` repeats.
 _REPEATED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
 
 
-@dataclass(frozen=True)
-class KimiK3Plan(Plan):
-    """The plan of a conversion of Kimi K3: its files keep their names and their order of tensors, to be undone later.
+@dataclass
+class KimiK3Conversion(Conversion):
+    """A conversion of Kimi K3: its files keep their names and their order of tensors, so that it can be undone.
 
     Attributes:
         texts: The texts of `config.json` and of other files to write beside the weights, by name.
         adds_prefix: Whether the tensors of the text model get the prefix of the composite layout.
         removes_prefix: Whether they lose that prefix.
-        is_release: Whether the result is a release again, which gets neither code nor card.
     """
 
     config: AttnResKimiK3Config
     texts: Mapping[str, str] = field(default_factory=dict)
     adds_prefix: bool = False
     removes_prefix: bool = False
-    is_release: bool = False
 
     has_legacy_settings: ClassVar[bool] = False
-
-    @property
-    def num_values(self) -> int:
-        """The number of values in the source's tensors, with experts unpacked; see the base class."""
-        return count_parameters(self.config)
-
-    @property
-    def code_folder(self) -> str:
-        """The subfolder for code of the source; a release has its code at the top level. See the base class."""
-        return "" if self.is_release else super().code_folder
-
-    @property
-    def has_code(self) -> bool:
-        """True unless the result is a release again; see the base class."""
-        return not self.is_release
-
-    @property
-    def title(self) -> str:
-        """The kind of the result; see the base class."""
-        packed = ", experts packed as MXFP4" if is_packed(self.checkpoint) else ""
-        return f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})"
-
-    @property
-    def model_class(self) -> type[PreTrainedModel]:
-        """The class of Kimi K3: the Auto classes cannot load every source; see the base class."""
-        return model_class(self.has_head)
-
-    def describe_layout(self, result: Checkpoint) -> str | None:
-        """Return a sentence on the layout of the written weights; see the base class."""
-        return describe_layout(self.config, result)
 
     def new_name(self, name: str) -> str:
         """Return a tensor's name in the result; see the base class."""
@@ -92,7 +59,7 @@ class KimiK3Plan(Plan):
             return PREFIX + name
         return name.removeprefix(PREFIX) if self.removes_prefix else name
 
-    def check_integers(self, values: Tensor, entry: Entry, path: Path) -> None:
+    def check_integers(self, values: Tensor, entry: StoredTensor, path: Path) -> None:
         """Raise ValueError if scales of packed experts cannot be decoded; see the base class."""
         if entry.name.endswith("_scale"):
             check_scales(f"{path}: `{entry.name}`", values)
@@ -105,8 +72,8 @@ class KimiK3Plan(Plan):
         """Write `config.json`, the record for a conversion back, and the code; see the base class."""
         for name, text in self.texts.items():
             (target / name).write_bytes(text.encode())  # with the line ends of the release
-        if not self.is_release:
-            custom_object_save(self.model_class, target)
+        if self.has_code:
+            custom_object_save(AttnResKimiK3ForCausalLM, target)
             write_used_code(self.config, target)
 
     def write_index(self, target: Path, names: Sequence[str], weight_map: dict[str, str]) -> None:
@@ -122,8 +89,10 @@ class KimiK3Plan(Plan):
             (target / path.name).write_text(json.dumps(index | {"weight_map": renamed}, indent=2) + "\n")
 
 
-def plan_kimi_k3(source: Checkpoint, flags: Collection[str] = (), back: str | None = None) -> KimiK3Plan | None:
-    """Plan the conversion of Kimi K3; return None for any other model, which has plans of another kind.
+def prepare_kimi_k3(
+    source: Checkpoint, flags: Collection[str] = (), back: str | None = None
+) -> KimiK3Conversion | None:
+    """Prepare the conversion of Kimi K3; return None for any other model, which is converted in another way.
 
     Args:
         source: The model.
@@ -137,7 +106,7 @@ def plan_kimi_k3(source: Checkpoint, flags: Collection[str] = (), back: str | No
     _check_options(source, flags, back)
     if not isinstance(source.config, AttnResKimiK3Config):
         return None
-    return _plan_loadable(source) if back is None else _plan_release(source)
+    return _prepare_loadable(source) if back is None else _prepare_release(source)
 
 
 def _check_options(source: Checkpoint, flags: Collection[str], back: str | None) -> None:
@@ -161,12 +130,12 @@ def _check_options(source: Checkpoint, flags: Collection[str], back: str | None)
         )
 
 
-def _plan_loadable(source: Checkpoint) -> KimiK3Plan:
-    """Plan to make a directory that the Auto classes load, with every tensor as it is.
+def _prepare_loadable(source: Checkpoint) -> KimiK3Conversion:
+    """Prepare to make a directory that the Auto classes load, with every tensor as it is.
 
     A `config.json` of the text model alone becomes that of the composite model, whose tensors have a prefix.
     """
-    config, head, unused = _check(source)
+    config, checked = _check(source)
     adds_prefix = not prefix_of(source.entries)
     released = source.fields
     fields = _loadable_config(released)
@@ -176,23 +145,16 @@ def _plan_loadable(source: Checkpoint) -> KimiK3Plan:
     config.auto_map = fields["auto_map"]
     left = _names_of_code(released) if released.get(AUTO_MAP) != fields[AUTO_MAP] else []
     note = f"Left out: {' and '.join(left)} of {CONFIG_NAME}. The result loads by the code of this package alone."
-    return KimiK3Plan(
-        source,
-        config,
-        unused=unused,
-        has_head=head,
-        texts=texts,
-        adds_prefix=adds_prefix,
-        notes=(note,) if left else (),
-    )
+    notes = (note,) if left else ()
+    return KimiK3Conversion(source, config, **checked, texts=texts, adds_prefix=adds_prefix, notes=notes)
 
 
-def _plan_release(source: Checkpoint) -> KimiK3Plan:
-    """Plan to undo [`_plan_loadable`]: the released `config.json` and tensors, without the code of this package.
+def _prepare_release(source: Checkpoint) -> KimiK3Conversion:
+    """Prepare to undo [`_prepare_loadable`]: the released `config.json` and tensors, without the code of this package.
 
     Where `config.json` was changed since, or there is no record of the released one, its present fields stay.
     """
-    config, head, unused = _check(source)
+    config, checked = _check(source)
     path, record = source.config_path, _read_record(source)
     if record is None:
         fields = source.fields
@@ -206,23 +168,29 @@ def _plan_release(source: Checkpoint) -> KimiK3Plan:
         text, prefix = record
         files = _files_of_code(json.loads(text), source.folder / RECORD)
         notes = [f"Copy these files from the release: {', '.join(files)}."] if files else []
-    return KimiK3Plan(
+    return KimiK3Conversion(
         source,
         config,
-        unused=unused,
-        has_head=head,
+        **checked,
         texts={CONFIG_NAME: text},
         removes_prefix=bool(prefix),
-        is_release=True,
+        has_code=False,
+        code_folder="",  # a release has its code beside `config.json`
         notes=tuple(notes),
     )
 
 
-def _check(source: Checkpoint) -> tuple[AttnResKimiK3Config, bool, frozenset[str]]:
-    """Check that a source is whole; return a copy of its configuration, whether it has a head, and unused tensors."""
-    config: Any = deepcopy(source.config)  # a plan changes its fields
+def _check(source: Checkpoint) -> tuple[AttnResKimiK3Config, dict[str, Any]]:
+    """Check that a source is whole; return a copy of its configuration, and what a conversion tells of the model."""
+    config: Any = deepcopy(source.config)  # a conversion changes its fields
     model = empty_model(config, source)
-    return config, has_head(model), check_complete(source, model, config)
+    packed = ", experts packed as MXFP4" if is_packed(source) else ""
+    return config, {
+        "model": model,
+        "title": f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})",
+        "unused": check_complete(source, model, config),
+        "model_class": type(model),  # the Auto classes cannot load every source
+    }
 
 
 def _names_of_code(fields: Mapping[str, Any]) -> list[str]:
@@ -311,4 +279,4 @@ def _read_record(source: Checkpoint) -> tuple[str, str] | None:
     return (text, prefix) if _loadable_config(fields) == source.fields else None
 
 
-__all__ = ["KimiK3Plan", "plan_kimi_k3"]
+__all__ = ["KimiK3Conversion", "prepare_kimi_k3"]

@@ -106,8 +106,8 @@ def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION
     Raises:
         ValueError: The decoder cannot be retrofitted, or one of the arguments is not valid.
     """
-    connection = _connection(residual)
-    preset = {name: value for name, value in _preset(residual).items() if name != "residual_connection"}
+    connection = _find_connection(residual)
+    preset = {name: value for name, value in _preset_fields(residual).items() if name != "residual_connection"}
     for option, field in connection.options.items():
         if options.get(option) is not None:
             if field in options:
@@ -119,28 +119,28 @@ def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION
     config = member_config(config)
     config.residual_connection = connection.name
     connection.plan_retrofit(config, **options)
-    _plan_gate(config, **gate)
-    _plan_value_residual(config, **values)
+    _set_gate(config, **gate)
+    _set_value_residual(config, **values)
     config.check_fields()
     return config
 
 
-def _preset(name: str) -> dict[str, Any]:
+def _preset_fields(name: str) -> dict[str, Any]:
     """Return the fields of a preset; none for another name."""
     # A recipe may give a value of any type, also one that cannot be looked up in a dictionary.
     return PRESETS[name] if name in list(PRESETS) else {}
 
 
-def _connection(name: str) -> type[ResidualConnection]:
+def _find_connection(name: str) -> type[ResidualConnection]:
     """Return the connection of a name or of a preset. Raise ValueError if there is none."""
-    name = _preset(name).get("residual_connection", name)
+    name = _preset_fields(name).get("residual_connection", name)
     if name not in list(CONNECTIONS):
         names = ", ".join(map(repr, (*CONNECTIONS, *PRESETS)))
         raise ValueError(f"there is no residual connection {name!r}; there is {names}.")
     return CONNECTIONS[name]
 
 
-def _plan_gate(config: ResidualConfig, **fields: str | None) -> None:
+def _set_gate(config: ResidualConfig, **fields: str | None) -> None:
     """Set the fields of the gate in the configuration of a retrofit. Without any field, nothing changes.
 
     Args:
@@ -166,7 +166,7 @@ def _plan_gate(config: ResidualConfig, **fields: str | None) -> None:
     for field, value in (doubled if is_exact else GATE_FIELDS | chosen).items():
         setattr(config, field, value)
     check_attention_gate(config)
-    if reason := _inexact(config):
+    if reason := _explain_inexact_gate(config):
         raise ValueError(f"{reason}.")
 
 
@@ -185,7 +185,7 @@ def differs_from_ungated(config: ResidualConfig, tensors: Mapping[str, Tensor]) 
     for name, tensor in tensors.items():
         if tensor.count_nonzero():
             return f"`{name}` is a trained attention gate, with entries up to {tensor.abs().max():.3g}"
-    return _inexact(config)
+    return _explain_inexact_gate(config)
 
 
 def is_gated(config: PreTrainedConfig) -> bool:
@@ -193,7 +193,7 @@ def is_gated(config: PreTrainedConfig) -> bool:
     return getattr(config, "attention_gate", None) is not None
 
 
-def _inexact(config: ResidualConfig) -> str | None:
+def _explain_inexact_gate(config: ResidualConfig) -> str | None:
     """Return why a gate with zero weights changes attention, or None if it does not."""
     function = tuple(getattr(config, field) for field in _FUNCTION)
     if function in _EXACT:
@@ -203,7 +203,7 @@ def _inexact(config: ResidualConfig) -> str | None:
     return f"a gate with {has} changes attention even at zero weights; {exact} do not"
 
 
-def _plan_value_residual(config: ResidualConfig, value_residual: str | None = None) -> None:
+def _set_value_residual(config: ResidualConfig, value_residual: str | None = None) -> None:
     """Set the field of value residuals in the configuration of a retrofit. Without a value, nothing changes.
 
     Args:

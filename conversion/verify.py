@@ -22,7 +22,6 @@ from transformers import (
 
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.residual_attnres import FamilyWarning
-from attnres.utils.memory import free_memory
 from attnres.utils.quiet import quiet_transformers
 
 RELATIVE_TOLERANCE = 1e-4  # in units of the largest logit, in float32
@@ -30,6 +29,7 @@ RELATIVE_TOLERANCE = 1e-4  # in units of the largest logit, in float32
 MIN_AGREEMENT = 0.999
 MAX_LENGTH = 512  # tokens of a sequence
 MAX_LOGITS = 2**26  # logits of one model that are held in memory
+MEMORY_OF_LOGITS = 16 * MAX_LOGITS  # bytes of both models' logits, and of their comparison
 MAX_CHARACTERS = 2**18  # characters of a text that are enough for more than MAX_LOGITS
 PROMPTS = (
     "Once upon a time there was a lighthouse keeper who could not sleep.",
@@ -135,11 +135,6 @@ def compare(
     )
 
 
-def missing_memory(num_parameters: int) -> int:
-    """Return how many bytes of memory are missing to compare models of this many parameters in float32; 0 if none."""
-    return max(0, 4 * num_parameters + 16 * MAX_LOGITS - free_memory())
-
-
 def _token_ids(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Tensor] | None:
     """Return the texts as token ids `[length]`, cut into pieces of `MAX_LENGTH`; None without a tokenizer."""
     if (tokenizer := checkpoint.tokenizer) is None:
@@ -179,4 +174,4 @@ def _logits(folder: str | os.PathLike, sequences: Sequence[Tensor], auto_class: 
     return logits
 
 
-__all__ = ["MAX_CHARACTERS", "PROMPTS", "FunctionComparison", "compare", "missing_memory"]
+__all__ = ["MAX_CHARACTERS", "MEMORY_OF_LOGITS", "PROMPTS", "FunctionComparison", "compare"]

@@ -19,8 +19,8 @@ from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.complete import check_complete, empty_model
 from attnres.checkpoints.copies import check_files_of_weights, unpublished_model
 from attnres.checkpoints.shards import DTYPES, copy_shard
-from attnres.checkpoints.source_code import AUTO_MAP, code_fields, module_of, references, with_imports
-from attnres.checkpoints.source_files import check_file, read_json, read_object
+from attnres.checkpoints.side_files import code_fields, module_of, references, with_imports
+from attnres.checkpoints.source_files import AUTO_MAP, check_file, read_json, read_object
 from attnres.utils.hub import check_path, is_adapter
 from attnres.utils.model_files import TOKENIZER_FILES
 from attnres.utils.wording import counted

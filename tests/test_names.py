@@ -33,8 +33,6 @@ ALLOWED = {
     # Kimi K3 counts the layers of a block, and Kimi Linear, which it is compared with, the sublayers.
     ("benchmarks/kimi_k3.py", "attn_res_block_size"),
 }
-# Names that two classes still share.
-SHARED = {"Plan"}
 
 
 def said(source: str) -> set[str]:
@@ -76,4 +74,4 @@ def test_no_two_public_classes_of_the_package_share_a_name():
     names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     assert len(names) > 100
     shared = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
-    assert shared - SHARED == set()
+    assert shared == set()

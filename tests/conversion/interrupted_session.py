@@ -18,7 +18,7 @@ from unittest import mock
 
 from attnres.commands import convert as command
 from attnres.commands.main import main
-from attnres.conversion import plan
+from attnres.conversion import convert as conversion
 
 SOURCE, DAMAGED, FOLDER = map(Path, sys.argv[1:])
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
@@ -46,8 +46,8 @@ def stop_before(owner: object, name: str, reached: int, call: int = 1, if_named:
 
 MOMENTS = {
     "reading": lambda reached: stop_before(command, "copyable", reached),
-    "copying": lambda reached: stop_before(plan, "copy_shard", reached, call=3),
-    "adding": lambda reached: stop_before(plan, "save_file", reached),
+    "copying": lambda reached: stop_before(conversion, "copy_shard", reached, call=3),
+    "adding": lambda reached: stop_before(conversion, "save_file", reached),
     "verifying": lambda reached: stop_before(command, "compare", reached),
     # At this moment the old result is renamed already, and the new one is not yet.
     "renaming": lambda reached: stop_before(Path, "rename", reached, if_named=".result.partial"),
@@ -139,7 +139,7 @@ def two_at_a_time() -> dict:
     go = FOLDER / "go"
 
     def wait() -> None:
-        stop_before(plan, "copy_shard", -1, call=3)
+        stop_before(conversion, "copy_shard", -1, call=3)
 
     def rest_until_told(reached: int) -> None:
         (FOLDER / "resting").touch()

@@ -10,8 +10,7 @@ from attnres.attention_gate_attnres import GATE_FIELDS, gate_tensors
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
 from attnres.conversion import retrofit
-from attnres.conversion.convert import plan_retrofit, plan_standard
-from attnres.conversion.plan import Plan, write
+from attnres.conversion.convert import Conversion, prepare_retrofit, prepare_standard
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.declared import declared_connections
 
@@ -30,9 +29,9 @@ FORMS = [
 published = test_published_layout.published  # a fixture: the layout in which Kimi Linear was published, written by hand
 
 
-def write_plan(plan: Plan, folder) -> None:
+def write_to(folder, conversion: Conversion) -> None:
     folder.mkdir()
-    write(plan, folder)
+    conversion.write(folder)
 
 
 def open_at(folder, tmp_path):
@@ -86,7 +85,7 @@ def test_a_gate_that_would_change_the_function_is_refused(options, message, tmp_
     model.save_pretrained(tmp_path / "model")
     for run in (
         lambda: retrofit(model, **{"attention_gate": "sdpa", **options}),
-        lambda: plan_retrofit(open_at(tmp_path / "model", tmp_path), **{"attention_gate": "sdpa", **options}),
+        lambda: prepare_retrofit(open_at(tmp_path / "model", tmp_path), **{"attention_gate": "sdpa", **options}),
     ):
         with pytest.raises(ValueError, match=message) as error:
             run()
@@ -117,9 +116,9 @@ def test_a_second_gate_is_refused_and_a_trained_one_stays():
 def test_a_gate_added_on_disk_is_exact_and_can_be_removed_until_it_is_trained(connection, model_type, tmp_path):
     source = source_model(model_type)
     source.save_pretrained(tmp_path / "source", max_shard_size="40KB")
-    plan = plan_retrofit(open_at(tmp_path / "source", tmp_path), connection, attention_gate="sdpa")
-    assert plan.difference is None
-    write_plan(plan, tmp_path / "result")
+    conversion = prepare_retrofit(open_at(tmp_path / "source", tmp_path), connection, attention_gate="sdpa")
+    assert conversion.difference is None
+    write_to(tmp_path / "result", conversion)
     result, report = AutoModelForCausalLM.from_pretrained(tmp_path / "result", output_loading_info=True)
     assert not any(report.values()) and result.config.attention_gate_scale == "double"
     assert difference(result, source if model_type == "llama" else retrofit(source, "standard")) <= 1e-6
@@ -145,11 +144,11 @@ def test_a_gate_that_is_never_exact_cannot_be_removed(tmp_path):
     model.save_pretrained(tmp_path / "model")
     change_json(tmp_path / "model" / "config.json", attention_gate_scale="unit")
     with pytest.raises(ValueError, match=r"same function: a gate with .* 'unit' changes attention"):
-        plan_standard(open_at(tmp_path / "model", tmp_path))
+        prepare_standard(open_at(tmp_path / "model", tmp_path))
 
 
 def test_kimi_linear_as_it_was_published_can_get_a_gate(published, tmp_path):
-    write_plan(plan_retrofit(open_at(published, tmp_path), attention_gate="sdpa"), tmp_path / "result")
+    write_to(tmp_path / "result", prepare_retrofit(open_at(published, tmp_path), attention_gate="sdpa"))
     result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
     assert gate_tensors(result)
     expected = retrofit(AutoModelForCausalLM.from_pretrained(published), "standard")
@@ -160,7 +159,7 @@ def test_a_gate_for_a_quantised_checkpoint_is_refused(tmp_path):
     source_model("llama").save_pretrained(tmp_path / "model")
     change_json(tmp_path / "model" / "config.json", quantization_config={"quant_method": "compressed-tensors"})
     with pytest.raises(ValueError, match="is quantised, and its gates would load as quantised"):
-        plan_retrofit(open_at(tmp_path / "model", tmp_path), attention_gate="sdpa")
+        prepare_retrofit(open_at(tmp_path / "model", tmp_path), attention_gate="sdpa")
 
 
 def test_every_retrofit_takes_the_fields_of_gates():

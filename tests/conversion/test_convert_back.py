@@ -16,7 +16,7 @@ from attnres.attn_res_attnres import AttnRes
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
 from attnres.conversion import retrofit
-from attnres.conversion.convert import plan_change
+from attnres.conversion.convert import prepare_change
 from attnres.residual_attnres import residual_tensors
 
 from .checkpoints import (
@@ -202,10 +202,10 @@ def test_regrouping_is_allowed_exactly_where_the_logits_stay(sizes, scale, train
         old.save_pretrained(folder)
         source = copyable(Checkpoint(Path(folder)), Path(folder))
         try:
-            plan = plan_change(source, block_size=sizes[1])
+            conversion = prepare_change(source, block_size=sizes[1])
         except ValueError as error:
             assert "would change the function" in str(error)
             assert not stays, f"refused, but the logits are the same: {error}"
         else:
-            assert plan.config.attn_res_block_size == sizes[1]
+            assert conversion.config.attn_res_block_size == sizes[1]
             assert stays, "allowed, but the logits differ"

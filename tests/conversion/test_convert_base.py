@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
+from attnres.conversion.convert import Conversion
+
 from .checkpoints import (
     IDS,
     change_json,
@@ -69,16 +71,14 @@ def test_a_retrofitted_decoder_with_a_tied_head_loads_as_a_causal_language_model
 
 def test_a_decoder_is_verified_by_its_hidden_states(tmp_path, monkeypatch):
     standard_model().base_model.save_pretrained(tmp_path / "source")
-    from attnres.conversion import plan as module
+    write = Conversion.write
 
-    write = module.write
-
-    def write_and_change(plan, target, **options):
-        notes = write(plan, target, **options)
+    def write_and_change(conversion, target, **options):
+        notes = write(conversion, target, **options)
         change_tensors(target, {"norm.weight": torch.zeros(32)})
         return notes
 
-    monkeypatch.setattr("attnres.commands.convert.write", write_and_change)
+    monkeypatch.setattr(Conversion, "write", write_and_change)
     assert "another function" in convert(tmp_path / "source", tmp_path / "result").error
 
 

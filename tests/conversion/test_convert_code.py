@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.copies import copyable
-from attnres.conversion.convert import plan_change, plan_retrofit, plan_standard
-from attnres.conversion.plan import write
+from attnres.conversion.convert import prepare_change, prepare_retrofit, prepare_standard
 
 from .checkpoints import change_json, convert, convert_well, files_of, save_tokenizer, standard_model
 
@@ -41,12 +40,12 @@ def with_code(source: Path, module: str = "tokenization_mine", body: str = "") -
     return source
 
 
-def convert_trusting(source: Path, target: Path, plan=plan_retrofit, trust: bool = True, **options) -> list[str]:
+def convert_trusting(source: Path, target: Path, prepare=prepare_retrofit, trust: bool = True, **options) -> list[str]:
     """Write a conversion with its code, and return the notes for the user."""
     target.mkdir()
     (target.parent / "scratch").mkdir(exist_ok=True)
-    made = plan(copyable(Checkpoint(source), target.parent / "scratch"), **options)
-    return write(made, target, trust_remote_code=trust)
+    made = prepare(copyable(Checkpoint(source), target.parent / "scratch"), **options)
+    return made.write(target, trust_remote_code=trust)
 
 
 def code_of(folder: Path) -> dict[str, bytes]:
@@ -208,8 +207,8 @@ def test_files_that_trusted_code_imports_are_copied_and_no_others(source, tmp_pa
 
 def test_later_conversions_keep_trusted_code_where_it_is(source, tmp_path):
     convert_trusting(with_code(source, "code/mine"), tmp_path / "result")
-    convert_trusting(tmp_path / "result", tmp_path / "back", plan=plan_standard)
-    convert_trusting(tmp_path / "result", tmp_path / "regrouped", plan=plan_change, block_size=2)
+    convert_trusting(tmp_path / "result", tmp_path / "back", prepare=prepare_standard)
+    convert_trusting(tmp_path / "result", tmp_path / "regrouped", prepare=prepare_change, block_size=2)
     for name in ("result", "back", "regrouped"):
         assert auto_map_of(tmp_path / name) == {"AutoTokenizer": ["source_code/code/mine.MyTokenizer", None]}
         assert (tmp_path / name / "source_code" / "code" / "mine.py").exists()

@@ -118,12 +118,10 @@ def test_a_shard_that_git_lfs_never_fetched_is_named(copy, refusal):
 
 def test_a_shard_that_shrinks_while_it_is_read_is_named(copy, refusal, monkeypatch):
     path = file_of(copy, WEIGHT)
-    disk_usage, measured = shutil.disk_usage, []
+    disk_usage = shutil.disk_usage
 
-    def truncate(folder):
-        measured.append(folder)
-        if len(measured) == 2:  # the first time is before the headers are read
-            os.truncate(path, path.stat().st_size - 100)
+    def truncate(folder):  # the space is measured after the headers are read
+        os.truncate(path, path.stat().st_size - 100)
         return disk_usage(folder)
 
     monkeypatch.setattr(shutil, "disk_usage", truncate)
@@ -352,20 +350,6 @@ def test_a_pickle_that_git_lfs_never_fetched_is_named(pickled, models, refusal):
 def test_a_pickle_of_something_other_than_tensors_is_named(pickled, refusal, content):
     path = pickled(content)
     assert refusal() == f"{path} is not a dictionary of tensors."
-
-
-@pytest.mark.parametrize("key", [3, (1, 2), None], ids=str)
-def test_a_key_that_is_not_a_text_is_reported(pickled, models, refusal, key):
-    path = pickled(tensors_of(models / "whole") | {key: torch.zeros(1)})
-    assert refusal() == f"{path} holds a tensor under the key {key!r}, which is not a name."
-
-
-@pytest.mark.parametrize(
-    "tensor", [torch.eye(3).to_sparse(), torch.zeros(3, device="meta")], ids=["sparse", "without values"]
-)
-def test_a_tensor_that_is_not_dense_is_named(pickled, models, refusal, tensor):
-    path = pickled(tensors_of(models / "whole") | {"extra.weight": tensor})
-    assert f"`extra.weight` in {path} is not a dense tensor" in refusal()
 
 
 def test_a_dtype_that_safetensors_does_not_support_is_reported(pickled, models, refusal):

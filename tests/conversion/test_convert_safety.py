@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres.conversion.plan import ADDED_SHARD
+from attnres.conversion.convert import ADDED_SHARD
 
 from .. import forks
 from .checkpoints import (
@@ -153,7 +153,7 @@ def test_a_target_that_cannot_be_written_is_reported(copy):
 def test_too_little_space_is_noticed_before_anything_is_written(copy, tmp_path, refusal, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=100_000))
-    monkeypatch.setattr("attnres.conversion.plan.copy_shard", None)
+    monkeypatch.setattr("attnres.conversion.convert.copy_shard", None)
     assert "not enough space" in refusal()
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import BACKBONES, add_backbone
 from attnres.configuration_attnres import attention_and_mlp
+from attnres.conversion.convert import Conversion
 from attnres.conversion.verify import PROMPTS, FunctionComparison, compare
 
 from .checkpoints import change_json, change_tensors, convert, convert_well, save_tokenizer, standard_model
@@ -154,7 +155,7 @@ def test_a_long_text_is_compared_up_to_the_limit_of_logits(source, tmp_path, mon
     ids=["empty", "blank", "binary"],
 )
 def test_a_file_without_text_is_refused_before_anything_is_written(source, tmp_path, content, message, monkeypatch):
-    monkeypatch.setattr("attnres.commands.convert.write", None)
+    monkeypatch.setattr(Conversion, "write", None)
     (tmp_path / "text").write_bytes(content)
     error = convert(source, tmp_path / "result", "--text", tmp_path / "text").error
     assert message in error and str(tmp_path / "text") in error

@@ -61,10 +61,10 @@ def metadata_of_the_checkout(monkeypatch):
     "module, extra", [("matplotlib.figure", "analysis"), ("datasets", "eval"), ("peft", "train"), ("yaml", "eval")]
 )
 def test_the_error_of_a_missing_package_names_its_extra(module, extra, metadata_of_the_checkout):
-    line = guard._describe(ModuleNotFoundError(f"No module named {module!r}", name=module))
+    line = guard._describe_error(ModuleNotFoundError(f"No module named {module!r}", name=module))
     assert line.startswith(f"attnres: No module named {module!r}. It comes with `attnres[{extra}]`: pip install '")
 
 
 def test_the_error_of_a_package_in_no_extra_is_unchanged(metadata_of_the_checkout):
     error = ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
-    assert guard._describe(error) == "attnres: No module named 'nowhere'"
+    assert guard._describe_error(error) == "attnres: No module named 'nowhere'"

@@ -476,6 +476,7 @@ def test_settings_of_generation_that_cannot_be_saved_are_refused_before_any_step
 def test_settings_of_generation_that_only_warn_are_refused_only_if_the_recipe_changes_them(tmp_path):
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6, "eos_token_id": 7}')  # a temperature without `do_sample` warns
+    (tmp_path / "config.json").write_text("{}")
     checkpoint = Checkpoint(tmp_path)
     check_generation_saving(checkpoint, {})
     with pytest.raises(ValueError, match=r"`temperature` is set to `0\.6`") as caught:
