@@ -18,7 +18,8 @@ from attnres.commands.connections import remark_on_blocks
 from attnres.conversion.convert_kimi_k3 import plan_kimi_k3
 from attnres.conversion.plan import Plan, write
 from attnres.conversion.verify import MAX_CHARACTERS, PROMPTS, FunctionComparison, compare, missing_memory
-from attnres.publishing.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
+from attnres.publishing.cards import CardSubject, on_hub, write_card
+from attnres.publishing.markdown import link_model
 from attnres.utils.files import atomic_directory, show_bytes
 from attnres.utils.model_files import WRITTEN_MODEL
 from attnres.utils.progress import ProgressBar, status
@@ -150,7 +151,7 @@ def _write_card(
     folder = plan.checkpoint.folder
     hub_id, commit = on_hub(folder, source)
     parts = [
-        f"**{plan.title}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: "
+        f"**{plan.title}** of {link_model(hub_id, str(folder), commit)} by `attnres convert`: "
         f"{config.connection.describe(config)}{_attention(config)}."
     ]
     if plan.added:
@@ -164,7 +165,7 @@ def _write_card(
     step = " ".join(map(printable, parts))
     layout = plan.describe_layout(result)
     subject = CardSubject(config, result.folder, name, has_tokenizer=bool(result.tokenizer_files), layout=layout)
-    write_card(add_step(new_card(folder, hub_id), step), subject)
+    write_card(subject, step, folder, hub_id)
 
 
 def _verify(
