@@ -20,7 +20,8 @@ from attnres.checkpoints.kimi_k3 import describe_layout
 from attnres.conversion.convert import Conversion
 from attnres.conversion.convert_kimi_k3 import prepare_kimi_k3
 from attnres.conversion.verify import MAX_CHARACTERS, MEMORY_OF_LOGITS, PROMPTS, compare
-from attnres.publishing.cards import CardSubject, add_step, linked, new_card, on_hub, write_card
+from attnres.publishing.cards import CardSubject, on_hub, write_card
+from attnres.publishing.markdown import link_model
 from attnres.utils.files import atomic_directory, show_bytes
 from attnres.utils.memory import free_memory
 from attnres.utils.model_files import WRITTEN_MODEL
@@ -94,10 +95,12 @@ def run_convert(
         result = Checkpoint(stage)
         measured = _verify(console, conversion, result, verify, texts)
         if conversion.has_code and isinstance(config, ResidualConfig):
-            text_of_card = _card(conversion, connections, measured, source)
+            folder = conversion.checkpoint.folder
+            hub_id, commit = on_hub(folder, source)
+            step = _describe_step(conversion, connections, measured, link_model(hub_id, str(folder), commit))
             has_tokenizer, layout = bool(result.tokenizer_files), describe_layout(config, result)
             subject = CardSubject(config, stage, target.name, has_tokenizer=has_tokenizer, layout=layout)
-            write_card(text_of_card, subject)
+            write_card(subject, step, folder, hub_id)
     console.print(f"Written to [bold]{shown(str(target))}[/].")
 
 
@@ -199,11 +202,9 @@ def _verify(
     return measured
 
 
-def _card(conversion: Conversion, connections: str, measured: str | None, source: str) -> str:
-    """Return the model card of a source, or the beginning of a card, with this conversion as its last step."""
-    folder = conversion.checkpoint.folder
-    hub_id, commit = on_hub(folder, source)
-    parts = [f"**{conversion.title}** of {linked(hub_id, str(folder), commit)} by `attnres convert`: {connections}."]
+def _describe_step(conversion: Conversion, connections: str, measured: str | None, source: str) -> str:
+    """Return this conversion as a step of the model card; `source` is a link to the source."""
+    parts = [f"**{conversion.title}** of {source} by `attnres convert`: {connections}."]
     if conversion.added:
         parts.append(f"{counted(len(conversion.added), 'tensor')} added, all others as they were.")
     if conversion.difference is not None:
@@ -212,4 +213,4 @@ def _card(conversion: Conversion, connections: str, measured: str | None, source
         parts.append("It was not verified that the result computes the same function.")
     else:
         parts.append(f"The result computed the same function as its source: {measured}.")
-    return add_step(new_card(folder, hub_id), " ".join(map(printable, parts)))
+    return " ".join(map(printable, parts))

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 from attnres.utils.errors import is_lost_connection, is_timeout, notes_of, why_not_written
 from attnres.utils.wording import extras_with, install_command, printable
@@ -17,6 +18,7 @@ from attnres.utils.wording import extras_with, install_command, printable
 _FOR_USERS = (ImportError, OSError)
 # Errors with messages for users if this package raises them. From another package they are unforeseen.
 _FOR_USERS_IF_OURS = (ArithmeticError, RuntimeError, ValueError)
+_REPEAT = "Is the Hub reachable? The same command goes on: what was sent is not sent again."
 # The classes of errors that libraries raise on files, settings or machines, with a remedy. They are known by name,
 # since the line must not depend on an import that fails.
 _OF_LIBRARIES = {
@@ -26,8 +28,16 @@ _OF_LIBRARIES = {
     "MemoryError": "Use a smaller model, or a machine with more memory.",
     "LocalTokenNotFoundError": "Log in to the Hub by `hf auth login`, or set HF_TOKEN.",
     "HFValidationError": "Give NAME or ORG/NAME.",
-    "HTTPError": "Is the Hub reachable? The same command starts again.",
+    "BrokenPipeError": "",
+    "ConnectionError": _REPEAT,  # of hf_xet, after it has repeated the request
+    "HTTPError": _REPEAT,
     "StrictDataclassError": "",
+}
+# The remedies for refusals of the Hub, by the status of its answer.
+_OF_THE_HUB = {
+    401: "Log in by `hf auth login`.",
+    403: "Use a token that may do this. `attnres push` may also take another name or --create-pr.",
+    404: "Does it exist, and may your token read it (`hf auth whoami`)?",
 }
 # A note of `about`: the file, and the remedy with the stop before it.
 _NOTE = re.compile(r"\(in (.*?)\)((?:\. .*)?)")
@@ -54,6 +64,9 @@ def describe(error: BaseException) -> tuple[str, bool]:
     name = next((name for name in _classes(error) if name in _OF_LIBRARIES), None)
     if name is None and isinstance(error, RuntimeError) and _NO_MEMORY.search(text):
         name = "MemoryError"
+    remedy = _OF_LIBRARIES.get(name or "", "")
+    if "HfHubHTTPError" in _classes(error):
+        text, remedy = _describe_answer(error, text, remedy)
     is_plain = isinstance(error, _FOR_USERS) or (
         isinstance(error, _FOR_USERS_IF_OURS) and _is_ours(error.__traceback__)
     )
@@ -66,10 +79,17 @@ def describe(error: BaseException) -> tuple[str, bool]:
         named = _NOTE.fullmatch(note)
         added = named[2] if named is not None and named[1] in line else f" {note}"
         line = line.rstrip(".") + added if added else line
-    if name is not None and not notes and _OF_LIBRARIES[name]:
-        line = f"{line.rstrip('.')}. {_OF_LIBRARIES[name]}"
+    if remedy and not notes:
+        line = f"{line.rstrip('.')}. {remedy}"
     # A name in the message may contain control characters, which could change the terminal.
     return printable(line), is_foreseen
+
+
+def _describe_answer(error: Any, text: str, remedy: str) -> tuple[str, str]:
+    """Return what the Hub has answered, and the remedy. `text` and `remedy` hold if the answer says nothing more."""
+    status = error.response.status_code
+    message = " ".join((error.server_message or text).split())
+    return f"the Hub answered {status}: {message}", _OF_THE_HUB.get(status, remedy)
 
 
 def _classes(error: BaseException) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import contextlib
 import sys
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import EvalResultEntry
@@ -16,9 +15,9 @@ from attnres.analysis.record import WRITTEN_BY
 from attnres.analysis.report_files import NUMBERS, report_files, report_names
 from attnres.checkpoints.source_files import check_file
 from attnres.eval.hub_results import FOLDER, is_written_here, read_results
-from attnres.publishing.card_metadata import read_model_card
+from attnres.publishing.card_text import read_model_card
 from attnres.publishing.cards import CARD, no_hub_ids
-from attnres.publishing.publication import INSPECTION, Publication, plan_publication
+from attnres.publishing.publication import INSPECTION, Publication, make_publication
 from attnres.publishing.push import UploadOptions, publish
 from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
@@ -58,8 +57,7 @@ def run_push(
     evaluated = _results(folder) if results is None else _results(results, is_required=True)
     report = _report(folder, inspection)
     with quiet_transformers(), status(console, "Checking the model ..."):
-        publication = plan_publication(folder, evaluated, report)
-    publication = replace(publication, subject=replace(publication.subject, has_hashes=hashes))
+        publication = make_publication(folder, evaluated, report, has_hashes=hashes)
     # The card names the model by ORG/NAME. Only the Hub knows the account of a bare name, and a dry run does not
     # contact the Hub.
     full_id = repo if "/" in repo else f"{_ACCOUNT}/{repo}"

@@ -173,8 +173,7 @@ def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *a
     """Upload a saved model as `transformers` does, but with our model card in place of its template."""
     # Imported at the call, since these files must not depend on `conversion`, which depends on them.
     cards = importlib.import_module("attnres.publishing.cards")
-    text = cards.decode_card((Path(folder) / cards.CARD).read_bytes(), cards.CARD)
-    cards.write_card(cards.without_template(text), cards.CardSubject(model.config, Path(folder), repo))
+    cards.replace_template(cards.CardSubject(model.config, Path(folder), repo))
     return transformers.PreTrainedModel._upload_modified_files(model, folder, repo, *args, **kwargs)
 
 

@@ -1,14 +1,13 @@
 """Write model cards: metadata for the Hub, how the model was made, how to use it, and the versions of its code.
 
 `attnres convert` and `attnres train` write `README.md` beside the weights. Each adds its step to the part on how the
-model was made. `attnres push` completes the card for the Hub. Text that a person has written stays (`card_parts.py`).
+model was made. `attnres push` completes the card for the Hub. Text that a person has written stays (`card_text.py`).
 """
 
 import hashlib
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,16 @@ from attnres.checkpoints.source_files import check_file
 from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.utils.files import atomic_write
 
-from .card_metadata import add_metadata, read_model_card, split_card
-from .card_parts import appended, part, put, unmarked
-from .markdown import code, escape, is_hub_id, link, python_text, shell_word
+from .card_text import (
+    add_metadata,
+    append_to_part,
+    find_part,
+    put_part,
+    read_model_card,
+    remove_upload_mark,
+    split_card,
+)
+from .markdown import code, escape, is_hub_id, python_text, shell_word
 
 CARD = "README.md"
 # Auto class -> the Hub's name of the task. A model may have several Auto classes: the first one here counts.
@@ -88,24 +94,51 @@ class CardSubject:
         return next((name for name in _TASKS if name in self.config.auto_map), "AutoModel")
 
 
-def new_card(folder: Path | None = None, hub_id: str | None = None) -> str:
-    """Return the first version of the card of a model that is made from another model.
+def write_card(subject: CardSubject, step: str, source: Path | None = None, hub_id: str | None = None) -> None:
+    """Write the card of a model that was just made, into its directory.
 
     Args:
-        folder: The source's directory. A card of this package is continued; from another card, licence, language and
+        subject: The model.
+        step: How the model was made, as Markdown. It follows the steps that made the model's source.
+        source: The directory of the source, if there is one, as [`begin_card`] takes it.
+        hub_id: The source's id, if it is on the Hub.
+    """
+    atomic_write(subject.folder / CARD, complete(add_step(begin_card(source, hub_id), step), subject))
+
+
+def replace_template(subject: CardSubject) -> None:
+    """Complete the card in a model's directory, without the unfilled template that `transformers` has written there.
+
+    Raises:
+        OSError, ValueError: The card is damaged.
+    """
+    path = subject.folder / CARD
+    text = decode_card(path.read_bytes(), CARD)
+    metadata, body = split_card(text)
+    try:
+        # pyrefly: ignore[bad-argument-type]  # `data` of a `ModelCard` is a `ModelCardData`
+        template = ModelCard.from_template(read_model_card(text).data, model_description=_TEMPLATE)
+    except (TypeError, ValueError):  # the template cannot hold this metadata
+        template = None
+    is_unfilled = template is not None and body.strip() == template.text.strip()
+    atomic_write(path, complete(metadata if is_unfilled else text, subject))
+
+
+def begin_card(source: Path | None, hub_id: str | None = None) -> str:
+    """Return the card that a model takes over from the model that it is made from.
+
+    Args:
+        source: The source's directory. A card of this package is continued; from another card, licence, language and
             base model are taken. A card that cannot be read is ignored, so that it does not stop a conversion.
         hub_id: The source's id, if it is on the Hub.
-
-    Returns:
-        The card.
     """
     try:
-        text = (read_card(folder) if folder is not None else None) or ""
+        text = (read_card(source) if source is not None else None) or ""
         metadata = read_model_card(text).data
     except (OSError, ValueError):
         text, metadata = "", ModelCardData()
-    if part(text, "use") is not None:  # this package has written the card
-        return unmarked(text)
+    if find_part(text, "use") is not None:  # this package has written the card
+        return remove_upload_mark(text)
     terms: dict[str, Any] = {
         name: metadata[name] for name in _TERMS if metadata.get(name) and _is_plain(metadata[name])
     }
@@ -162,17 +195,6 @@ def decode_card(content: bytes, name: str) -> str:
         raise ValueError(f"{name} is not UTF-8 text ({error}). Save it as UTF-8.") from error
 
 
-def without_template(text: str) -> str:
-    """Return a card, or only its metadata if its text is the unfilled template of `transformers`."""
-    metadata, body = split_card(text)
-    try:
-        # pyrefly: ignore[bad-argument-type]  # `data` of a `ModelCard` is a `ModelCardData`
-        template = ModelCard.from_template(read_model_card(text).data, model_description=_TEMPLATE)
-    except (TypeError, ValueError):  # the template cannot hold this metadata
-        return text
-    return metadata if body.strip() == template.text.strip() else text
-
-
 def add_step(text: str, step: str) -> str:
     """Add a step to the part on how the model was made, also if a person has edited the other steps.
 
@@ -183,9 +205,8 @@ def add_step(text: str, step: str) -> str:
     Returns:
         The new card.
     """
-    if part(text, "origin") is None:
-        return put(text, "origin", _render("origin", steps=[step]))
-    return appended(text, "origin", step)
+    is_first = find_part(text, "origin") is None
+    return append_to_part(text, "origin", f"## How it was made\n\n{step}" if is_first else step)
 
 
 def complete(text: str, subject: CardSubject) -> str:
@@ -203,39 +224,11 @@ def complete(text: str, subject: CardSubject) -> str:
     """
     values = {"library_name": "transformers", "pipeline_tag": _TASKS[subject.auto_class]}
     tags = ["attnres", subject.config.residual_connection.replace("_", "-")]
+    contents = _render_parts(subject)
     metadata, body = split_card(add_metadata(text, values, {"tags": tags, "datasets": subject.datasets}))
-    facts = _facts(subject)
-    for name in ("summary", "use", "results", "files"):
-        content = _render(name, **facts) if name != "results" or subject.results else ""
-        body = put(body, name, content)
+    for name, content in contents.items():
+        body = put_part(body, name, content)
     return f"{metadata.rstrip()}\n\n{body.lstrip()}"
-
-
-def write_card(text: str, subject: CardSubject) -> None:
-    """Complete a card as [`complete`] does, and write it into the model's directory.
-
-    Args:
-        text: The card.
-        subject: The model.
-
-    Raises:
-        ValueError: The metadata is damaged.
-    """
-    atomic_write(subject.folder / CARD, complete(text, subject))
-
-
-def linked(hub_id: str | None, name: str, commit: str | None = None) -> str:
-    """Return the Markdown that names a model in a card.
-
-    Args:
-        hub_id: Its id, if it is on the Hub.
-        name: Its name or path otherwise. Only the last part of a path is shown.
-        commit: Its commit on the Hub.
-
-    Returns:
-        A link to the Hub, or the name as code.
-    """
-    return code(Path(name).name) if hub_id is None else link(hub_id, commit=commit)
 
 
 def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
@@ -254,11 +247,12 @@ def on_hub(folder: Path, name: str) -> tuple[str | None, str | None]:
     return (None, None) if Path(name).exists() else (name, None)
 
 
-def _facts(subject: CardSubject) -> dict[str, Any]:
-    """Return the values that the template of the card shows."""
+def _render_parts(subject: CardSubject) -> dict[str, str]:
+    """Return the content of each part that the template of the card writes. It is empty if the part is not needed."""
     config = subject.config
     is_kimi_k3 = isinstance(config, AttnResKimiK3Config)
-    return {
+    is_of_the_paper = config.residual_connection == DEFAULT_CONNECTION
+    facts = {
         "name": subject.title or Path(subject.source).name,
         "source": subject.source,
         "revision": subject.revision,
@@ -273,14 +267,16 @@ def _facts(subject: CardSubject) -> dict[str, Any]:
         "backbone": config.model_type if is_kimi_k3 else config.backbone,
         "layout": subject.layout or describe_layout(config),
         "connection": config.connection.describe(config),
-        "is_of_the_paper": config.residual_connection == DEFAULT_CONNECTION,
-        "is_served_by_vllm": config.backbone in _BY_VLLM
-        and config.residual_connection == DEFAULT_CONNECTION
-        and config.value_residual is None,
+        "is_of_the_paper": is_of_the_paper,
+        "is_served_by_vllm": is_of_the_paper and config.backbone in _BY_VLLM and config.value_residual is None,
         "versions": ", ".join([f"Python {platform.python_version()}", *_installed()]),
         "needed": ", ".join(_needed()),
         "hashes": _hashes(subject) if subject.has_hashes else [],
     }
+    environment = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined)
+    environment.filters |= {"text": escape, "code": code, "python": python_text, "word": shell_word}
+    template = environment.get_template("model_card.jinja")
+    return {name: "".join(block(template.new_context(facts))) for name, block in template.blocks.items()}
 
 
 def _hashes(subject: CardSubject) -> list[tuple[str, str]]:
@@ -313,32 +309,16 @@ def _needed() -> Iterable[str]:
             yield f"{requirement.name} {requirement.specifier}".replace(">=", "") + " or newer"
 
 
-@cache
-def _template() -> Any:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined, trim_blocks=False
-    )
-    environment.filters |= {"text": escape, "code": code, "python": python_text, "word": shell_word}
-    return environment.get_template("model_card.jinja")
-
-
-def _render(block: str, **facts: Any) -> str:
-    """Return one block of the template of the card with its values."""
-    template = _template()
-    return "".join(template.blocks[block](template.new_context(facts)))
-
-
 __all__ = [
     "CARD",
     "CardSubject",
     "add_step",
+    "begin_card",
     "complete",
     "decode_card",
-    "linked",
-    "new_card",
     "no_hub_ids",
     "on_hub",
     "read_card",
-    "without_template",
+    "replace_template",
     "write_card",
 ]

@@ -7,6 +7,7 @@ heading, a cell of a table or a line of code.
 import json
 import re
 import shlex
+from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -56,6 +57,20 @@ def link(repo: str, kind: str = "", commit: str | None = None) -> str:
     return f"[{escape(repo)}]({_HUB}/{kind}{repo}){at}"
 
 
+def link_model(hub_id: str | None, name: str, commit: str | None = None) -> str:
+    """Return the Markdown that names a model.
+
+    Args:
+        hub_id: Its id, if it is on the Hub.
+        name: Its name or path otherwise. Only the last part of a path is shown.
+        commit: Its commit on the Hub.
+
+    Returns:
+        A link to the Hub, or the name as code.
+    """
+    return code(Path(name).name) if hub_id is None else link(hub_id, commit=commit)
+
+
 def is_hub_id(name: str) -> bool:
     """Return whether a name can be the id of a repository on the Hub."""
     try:
@@ -79,4 +94,4 @@ def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-__all__ = ["code", "escape", "is_hub_id", "link", "python_text", "shell_word"]
+__all__ = ["code", "escape", "is_hub_id", "link", "link_model", "python_text", "shell_word"]

@@ -1,6 +1,6 @@
 """Choose and check the files and the card that `attnres push` publishes from a model's directory.
 
-Nothing is uploaded here; `publishing.py` does that.
+Nothing is uploaded here; `push.py` does that.
 """
 
 import math
@@ -25,7 +25,7 @@ from attnres.utils.hub import check_path, is_adapter
 from attnres.utils.model_files import TOKENIZER_FILES
 from attnres.utils.wording import counted
 
-from .cards import CARD, CardSubject, complete, new_card, read_card
+from .cards import CARD, CardSubject, complete, read_card
 from .published_names import side_files, vocabularies
 from .secret_scan import find_secrets
 
@@ -40,7 +40,7 @@ class Publication:
     Attributes:
         files: Path in the repository -> local path. The card is not among them.
         left_out: The paths in the model's directory that are not published.
-        card: The card in the model's directory, or a new one.
+        card: The card in the model's directory; empty if there is none.
         subject: The model that the card is about. Its `source` is the directory until the repository is known.
         unread: The names of tensors in the files of weights that the model does not read.
     """
@@ -70,10 +70,12 @@ class Publication:
         return complete(card or self.card, replace(self.subject, source=repo, revision=revision))
 
 
-def plan_publication(
+def make_publication(
     folder: str | os.PathLike,
     results: Mapping[Path, Sequence[EvalResultEntry]] | None = None,
     report: Mapping[str, Path] | None = None,
+    *,
+    has_hashes: bool = False,
 ) -> Publication:
     """Choose and check the files of a model's directory that are published.
 
@@ -85,6 +87,7 @@ def plan_publication(
         results: File of evaluation results -> its entries. The files are published in `.eval_results`.
         report: The files of a report of `attnres inspect` by their names, as `attnres.analysis.report_files` returns
             them. They are published in the folder `inspection`.
+        has_hashes: Whether the card lists the SHA-256 of each file of code.
 
     Returns:
         The files and the card.
@@ -130,8 +133,9 @@ def plan_publication(
         code=[name for name in files if name.endswith(".py")],
         has_tokenizer=any(name in files for name in TOKENIZER_FILES),
         layout=kimi_k3.describe_layout(config, checkpoint),
+        has_hashes=has_hashes,
     )
-    publication = Publication(files, left_out, card if card is not None else new_card(), subject, unread)
+    publication = Publication(files, left_out, card or "", subject, unread)
     try:  # damaged metadata is found before anything is uploaded
         publication.card_for("org/name", None)
     except ValueError as error:
@@ -226,4 +230,4 @@ def _check_secrets(paths: Sequence[Path]) -> None:
         )
 
 
-__all__ = ["CARD", "INSPECTION", "Publication", "plan_publication"]
+__all__ = ["CARD", "INSPECTION", "Publication", "make_publication"]

@@ -4,11 +4,9 @@ The first commit holds the files, and the second one the card, whose code snippe
 commit can contain its own hash.
 """
 
-import json
 import re
 import time
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from glob import escape
 from importlib.metadata import version
@@ -30,15 +28,23 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     LocalTokenNotFoundError,
     RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
-from huggingface_hub.utils import hf_raise_for_status, httpx
+from huggingface_hub.utils import hf_raise_for_status
 
+from attnres.utils.errors import about
 from attnres.utils.hub import check_repo
 from attnres.utils.wording import printable
 
-from .card_metadata import add_metadata, read_model_card
-from .card_parts import digest, marked, merge, part, put, unmarked
+from .card_text import (
+    add_metadata,
+    digest,
+    find_part,
+    mark_upload,
+    merge_cards,
+    put_part,
+    read_model_card,
+    remove_upload_mark,
+)
 from .cards import CARD, decode_card
 from .markdown import shell_word
 from .publication import RESULTS, Publication
@@ -57,7 +63,6 @@ _PINNED = re.compile(r'name, revision = "[^"]+", "([0-9a-f]{40})"')
 _WAITS, _LONGEST_WAIT = (1, 2, 4, 8), 300  # seconds
 _BUSY = (429, 500, 502, 503, 504)  # HTTP statuses after which a call is repeated
 _IGNORE_NOTHING = "\n"  # replaces a `.gitignore` in the repository, which could leave out files
-_REPEAT = "The same command goes on: what was uploaded is not sent again."
 
 
 @dataclass(frozen=True)
@@ -120,57 +125,59 @@ def publish(
         The outcome.
 
     Raises:
-        OSError, RuntimeError, ValueError: The upload failed. The message is one line with a remedy.
+        OSError, RuntimeError: The upload failed.
+        ValueError: The Hub refuses the card, or a person has edited both cards; or `--private` does not fit the
+            repository.
     """
     revision, create_pr = options.revision, options.create_pr
     check_repo(repo, revision)
     api = HfApi(library_name="attnres", library_version=version("attnres"))
-    with explained(repo):
-        _check_token()
-        repo = _repeated(_make_repository, api, repo, options.private)
-        if revision is not None and not revision.startswith("refs/") and not create_pr:
-            _repeated(api.create_branch, repo, branch=revision, exist_ok=True)
-        head = _repeated(api.model_info, repo, revision=revision).sha
-        remote_files = _repeated(_list_files, api, repo, head)
-        remote_card = _uploaded_card(api, repo, head, remote_files)
-        merged, _ = _merged(publication, remote_card, options.overwrite_card)
-        card = publication.card_for(repo, None, merged)
-        _validate(card, api.endpoint)  # before anything large is sent
+    _check_token()
+    repo = _repeated(_make_repository, api, repo, options.private)
+    if revision is not None and not revision.startswith("refs/") and not create_pr:
+        _repeated(api.create_branch, repo, branch=revision, exist_ok=True)
+    head = _repeated(api.model_info, repo, revision=revision).sha
+    remote_files = _repeated(_list_files, api, repo, head)
+    remote_card = _uploaded_card(api, repo, head, remote_files)
+    merged, _ = _merged(publication, remote_card, options.overwrite_card)
+    card = publication.card_for(repo, None, merged)
+    _validate(card, api.endpoint)  # before anything large is sent
 
-        operations: list = [CommitOperationAdd(name, str(path)) for name, path in publication.files.items()]
-        if CARD not in remote_files:
-            operations.append(CommitOperationAdd(CARD, marked(card, publication.card, card).encode()))
+    operations: list = [CommitOperationAdd(name, str(path)) for name, path in publication.files.items()]
+    if CARD not in remote_files:
+        operations.append(CommitOperationAdd(CARD, mark_upload(card, publication.card, card).encode()))
+    with about(repo, "The same command goes on: what was uploaded is not sent again.", only=RuntimeError):  # of hf_xet
         _send(api, repo, operations, revision=revision, create_pr=create_pr)
-        others = [name for name in remote_files if name not in publication.files]
-        stale = [name for name in others if _WEIGHTS.fullmatch(name)]
-        has_other_weights = _has_other_weights(operations, remote_files)
-        outdated = []
-        if has_other_weights:
-            measurements = find_measurements([*remote_files], lambda name: _downloaded(api, repo, head, name))
-            outdated = [name for name in measurements if name in others]
-        commit = _repeated(
-            api.create_commit,
-            repo,
-            [*operations, *map(CommitOperationDelete, [*stale, *outdated])],
-            commit_message=options.message or "Upload model",
-            revision=revision,
-            create_pr=create_pr,
-        )
+    others = [name for name in remote_files if name not in publication.files]
+    stale = [name for name in others if _WEIGHTS.fullmatch(name)]
+    has_other_weights = _has_other_weights(operations, remote_files)
+    outdated = []
+    if has_other_weights:
+        measurements = find_measurements([*remote_files], lambda name: _downloaded(api, repo, head, name))
+        outdated = [name for name in measurements if name in others]
+    commit = _repeated(
+        api.create_commit,
+        repo,
+        [*operations, *map(CommitOperationDelete, [*stale, *outdated])],
+        commit_message=options.message or "Upload model",
+        revision=revision,
+        create_pr=create_pr,
+    )
 
-        is_new = commit.oid != head
-        # Without new files, the head may be a commit of the card. Then the card keeps the commit of files that it pins.
-        pinned = None if is_new else _PINNED.search(remote_card or "")
-        pin = pinned[1] if pinned else commit.oid
-        target = commit.pr_revision or revision
-        # A commit without changes opens no pull request, so the commit of the card has to open it.
-        in_new_pr = create_pr and commit.pr_revision is None
-        card_commit, notes = _commit_card(api, publication, repo, pin, target, in_new_pr, options.overwrite_card)
-        if card_commit is not None and in_new_pr:
-            commit = card_commit
-            target = commit.pr_revision
+    is_new = commit.oid != head
+    # Without new files, the head may be a commit of the card. Then the card keeps the commit of files that it pins.
+    pinned = None if is_new else _PINNED.search(remote_card or "")
+    pin = pinned[1] if pinned else commit.oid
+    target = commit.pr_revision or revision
+    # A commit without changes opens no pull request, so the commit of the card has to open it.
+    in_new_pr = create_pr and commit.pr_revision is None
+    card_commit, notes = _commit_card(api, publication, repo, pin, target, in_new_pr, options.overwrite_card)
+    if card_commit is not None and in_new_pr:
+        commit = card_commit
+        target = commit.pr_revision
     left = [name for name in others if name not in outdated]
     if has_other_weights:
-        results = part(merged, "results")
+        results = find_part(merged, "results")
         notes += _notes_on_results(repo, left, results is not None and results.is_edited, target)
     if read := [name for name in left if is_read_on_loading(name)]:
         notes.append(
@@ -254,10 +261,10 @@ def _commit_card(
         uploaded = _uploaded_card(api, repo, head, [CARD])
         merged, notes = _merged(publication, uploaded, overwrite)
         card = publication.card_for(repo, pin, merged)
-        if digest(card) == digest(unmarked(uploaded or "")):
+        if digest(card) == digest(remove_upload_mark(uploaded or "")):
             return None, notes
         # The mark has the digest of an unedited card, so that the next upload recognises edits in this one.
-        content = marked(card, publication.card, publication.card_for(repo, pin))
+        content = mark_upload(card, publication.card, publication.card_for(repo, pin))
         try:
             commit = _repeated(
                 api.create_commit,
@@ -283,7 +290,7 @@ def _merged(publication: Publication, uploaded: str | None, overwrite: bool) -> 
         ValueError: A person has edited both cards, or the metadata of the one on the Hub is damaged.
     """
     local = publication.card
-    merged = merge(local, uploaded, overwrite=overwrite)
+    merged = merge_cards(local, uploaded, overwrite=overwrite)
     if merged == local:
         return local, []
     try:
@@ -291,8 +298,8 @@ def _merged(publication: Publication, uploaded: str | None, overwrite: bool) -> 
         merged = add_metadata(merged, local_fields)
     except ValueError as error:
         raise ValueError(f"README.md on the Hub cannot be read: {error}. Mend it there.") from error
-    if origin := part(local, "origin"):
-        merged = put(merged, "origin", origin.content)
+    if origin := find_part(local, "origin"):
+        merged = put_part(merged, "origin", origin.content)
     differing = [name for name, value in local_fields.items() if remote_fields.get(name, value) != value]
     names = ", ".join(f"`{name}`" for name in differing)
     note = f"README.md on the Hub was edited: it keeps its {names} (--overwrite-card takes the local values)."
@@ -304,9 +311,7 @@ def _validate(card: str, endpoint: str) -> None:
     try:
         _repeated(_post, f"{endpoint}/api/validate-yaml", {"repoType": "model", "content": card})
     except BadRequestError as error:
-        reason = error.response.text
-        with suppress(ValueError, KeyError, TypeError):  # usually the text is JSON
-            reason = "; ".join(message["message"] for message in json.loads(reason)["errors"])
+        reason = " ".join((error.server_message or str(error)).split())
         raise ValueError(f"the Hub refuses the metadata of {CARD}: {reason}.") from error
 
 
@@ -319,52 +324,9 @@ def _check_token() -> None:
     """Raise unless there is a token that can be sent in the header of a request."""
     token = get_token()
     if token is None:
-        raise LocalTokenNotFoundError
+        raise LocalTokenNotFoundError("no token for the Hub.")
     if not (token.isascii() and token.isprintable()):
         raise ValueError("the token (of HF_TOKEN or `hf auth login`) has characters that no token has. Copy it again.")
-
-
-@contextmanager
-def explained(repo: str) -> Generator[None]:
-    """Turn errors of the Hub, and of the connection to it, into errors of one line with a remedy.
-
-    Args:
-        repo: The id of the repository, for the messages.
-
-    Raises:
-        RuntimeError, ValueError: In place of the errors of `huggingface_hub`.
-    """
-    try:
-        yield
-    except LocalTokenNotFoundError as error:
-        raise RuntimeError("you are not logged in to the Hub: `hf auth login`, or set HF_TOKEN.") from error
-    except RevisionNotFoundError as error:
-        raise ValueError(
-            f"{repo} has no such revision, and only branches can be made: {_server_message(error)}"
-        ) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        reasons = {
-            401: "the Hub refuses the token: log in by `hf auth login`",
-            403: f"the token may not write to {repo}: use another token, another name, or --create-pr",
-        }
-        if status in reasons or isinstance(error, RepositoryNotFoundError):
-            reason = reasons.get(status, f"{repo} does not exist, or this token may not read it: see `hf auth whoami`")
-            raise RuntimeError(f"{reason} ({_server_message(error)}).") from error
-        remedy = f" {_REPEAT}" if status in _BUSY else ""
-        raise RuntimeError(f"the Hub answered {status}: {_server_message(error)}.{remedy}") from error
-    except ValueError as error:
-        raise ValueError(" ".join(str(error).split())) from error
-    except (ConnectionError, RuntimeError) as error:  # the client raises them after repeating the upload of a file
-        reason = f"{error} {error.__cause__ or ''}"
-        raise RuntimeError(f"{' '.join(reason.split())} {_REPEAT}") from error
-    except httpx.HTTPError as error:
-        raise RuntimeError(f"the connection to the Hub failed ({type(error).__name__}: {error}). {_REPEAT}") from error
-
-
-def _server_message(error: HfHubHTTPError) -> str:
-    """Return the server's message in one line, or else the error."""
-    return " ".join(str(error.server_message or error).split()).rstrip(".")
 
 
 def _repeated(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -24,8 +24,8 @@ from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.kimi_k3 import describe_left_out
 from attnres.checkpoints.source import ModelSource
 from attnres.configuration.counting import count_stored
-from attnres.publishing.cards import CARD, CardSubject, add_step, linked, new_card, write_card
-from attnres.publishing.markdown import code, is_hub_id, link
+from attnres.publishing.cards import CARD, CardSubject, write_card
+from attnres.publishing.markdown import code, is_hub_id, link, link_model
 from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
 from attnres.utils.files import atomic_directory, atomic_write
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
@@ -182,8 +182,7 @@ def write_training_card(
     hub_id = recipe.source.hub_id
     commit = getattr(config, "_commit_hash", None)
     source = Path(recipe.model) if recipe.source.is_folder else hub_id and _card_on_hub(hub_id, commit)
-    text = new_card(source, hub_id)
-    base = linked(hub_id, recipe.model, commit)
+    base = link_model(hub_id, recipe.model, commit)
     if recipe.source.is_named:
         step = f"**Trained from scratch**, the configuration {base}"
     elif recipe.retrofit is not None:
@@ -203,7 +202,7 @@ def write_training_card(
         parameters=parameters or count_stored(model),
         datasets=_hub_ids(recipe.train),
     )
-    write_card(add_step(text, step), subject)
+    write_card(subject, step, source, hub_id)
 
 
 def _describe_left_out(config: ResidualConfig, source: ModelSource, commit: str | None) -> str | None:

@@ -19,7 +19,7 @@ from attnres.checkpoints.whole import check_source_sizes, load_whole
 from attnres.commands.inspect import InspectedSource
 from attnres.conversion import retrofit
 from attnres.eval.shared_prefix import SharedPrefixLM
-from attnres.publishing.publication import plan_publication
+from attnres.publishing.publication import make_publication
 from attnres.residual_attnres import FamilyWarning
 from attnres.training.recipe import Recipe
 from attnres.training.train import run_train
@@ -171,7 +171,7 @@ VALUES = {
 
 
 def read_as_push_does(model: Path) -> None:
-    plan_publication(str(model))  # a `Path` elsewhere
+    make_publication(str(model))  # a `Path` elsewhere
 
 
 @pytest.mark.parametrize("load", [*LOADS.values(), read_as_push_does], ids=[*LOADS, "push"])

@@ -5,7 +5,12 @@ import os
 
 import pytest
 import torch
-from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, StrictDataclassFieldValidationError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    StrictDataclassFieldValidationError,
+)
 from huggingface_hub.utils import httpx
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,13 +26,27 @@ def noted(error: BaseException, *arguments: str) -> BaseException:
     return caught.value
 
 
+def refusal(status: int) -> HfHubHTTPError:
+    """Return the error of `huggingface_hub` for an answer of the Hub."""
+    response = httpx.Response(status, request=httpx.Request("POST", "https://huggingface.co/api"))
+    return HfHubHTTPError("a text of\n\nmany lines", response=response, server_message="you may\nonly read.")
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [
         (SafetensorError("header too large"), "SafetensorError: header too large. Copy the file again."),
         (LocalTokenNotFoundError("no token"), "no token. Log in to the Hub by `hf auth login`, or set HF_TOKEN."),
         (HFValidationError("a b"), "HFValidationError: a b. Give NAME or ORG/NAME."),
-        (httpx.ReadError("reset"), "ReadError: reset. Is the Hub reachable? The same command starts again."),
+        (
+            httpx.ReadError("reset"),
+            "ReadError: reset. Is the Hub reachable? The same command goes on: what was sent is not sent again.",
+        ),
+        (
+            refusal(403),
+            "the Hub answered 403: you may only read. Use a token that may do this. `attnres push` may also "
+            "take another name or --create-pr.",
+        ),
         (MemoryError(), "MemoryError. Use a smaller model, or a machine with more memory."),
         (
             torch.OutOfMemoryError("CUDA out of memory."),

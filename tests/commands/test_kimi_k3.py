@@ -22,7 +22,7 @@ from attnres.checkpoints.whole import load_whole
 from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.kimi_k3_layout_attnres import released_shapes
-from attnres.publishing.publication import plan_publication
+from attnres.publishing.publication import make_publication
 from attnres.residual_attnres import FamilyWarning
 from attnres.training.monitor import flops_per_token
 
@@ -135,7 +135,7 @@ def test_an_inspection_has_a_source_for_each_block_of_layers(folder, tmp_path):
 
 
 def test_a_publication_counts_unpacked_parameters_and_names_the_layout(folder):
-    publication = plan_publication(folder / "converted")
+    publication = make_publication(folder / "converted")
     config = publication.subject.config
     count = sum(math.prod(shape) for shape in released_shapes(config).values())
     assert publication.subject.parameters == count
@@ -145,7 +145,7 @@ def test_a_publication_counts_unpacked_parameters_and_names_the_layout(folder):
 
 
 def test_a_publication_can_be_undone_to_the_release(folder, tmp_path):
-    publication = plan_publication(folder / "converted")
+    publication = make_publication(folder / "converted")
     for name, path in publication.files.items():
         (tmp_path / "downloaded" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, tmp_path / "downloaded" / name)
@@ -169,7 +169,7 @@ def trained(folder) -> tuple[Path, Run]:
 def test_a_small_model_is_trained_from_scratch_and_saved_in_the_released_layout(trained):
     saved, run = trained
     assert "blocks of 2 layers" in run.out
-    count = f"{plan_publication(saved).subject.parameters:,}"
+    count = f"{make_publication(saved).subject.parameters:,}"
     assert f"Parameters: {count}, of which all are trained" in run.out
     assert f"{count} parameters" in (saved / "README.md").read_text()
     config = json.loads((saved / "config.json").read_text())

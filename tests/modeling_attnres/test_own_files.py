@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from attnres import register_residual_connection
-from attnres.publishing.publication import plan_publication
+from attnres.publishing.publication import make_publication
 from attnres.residual_attnres import FamilyWarning
 from attnres.training.recipe import Recipe, read_recipe, write_recipe
 from attnres.utils import declared
@@ -170,7 +170,7 @@ def test_code_that_cannot_travel_is_named_and_the_model_is_not_published(tmp_pat
     import_files([path])
     AutoConfig.from_pretrained(tmp_path / "model")
     with pytest.raises((OSError, ValueError), match=r"plain_apart\.py is not there"):
-        plan_publication(tmp_path / "model")
+        make_publication(tmp_path / "model")
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from attnres import AttnResForCausalLM
 from attnres.configuration import load
 from attnres.conversion import retrofit
-from attnres.publishing.card_metadata import add_metadata, read_model_card
-from attnres.publishing.card_parts import part
-from attnres.publishing.cards import CardSubject, add_step, complete, linked, new_card, on_hub
+from attnres.publishing.card_text import add_metadata, find_part, read_model_card
+from attnres.publishing.cards import CardSubject, add_step, begin_card, complete, on_hub
+from attnres.publishing.markdown import link_model
 
 from .. import forks
 from .publishing import publisher
@@ -54,7 +54,7 @@ def test_a_retrofit_keeps_licence_language_and_base_and_describes_the_step(folde
     assert data["tags"] == ["attnres", "attn-res"]
     assert "# S\n" not in text
     verified = re.search(r"Verified: (.*)", out)[1]
-    assert part(text, "origin").content.endswith(
+    assert find_part(text, "origin").content.endswith(
         f"22 tensors added, all others as they were. The result computed the same function as its source: {verified}."
     )
     assert str(folder) not in text
@@ -68,7 +68,7 @@ def test_steps_add_up_and_text_of_a_person_stays(folder):
     attnres(folder, "convert", "first", "second", "--set-block-size", 5)
     attnres(folder, "train", "heal", "model=second", "out=runs/healed", *QUICK)
     data, text = card_of(folder / "runs" / "healed" / "model")
-    steps = re.findall(r"^\*\*(.*?)\*\*", part(text, "origin").content, flags=re.MULTILINE)
+    steps = re.findall(r"^\*\*(.*?)\*\*", find_part(text, "origin").content, flags=re.MULTILINE)
     assert steps == ["Retrofit", "Other options for the residual connections", "Trained"]
     results = json.loads((folder / "runs" / "healed" / "results.json").read_text())
     assert f"Held-out loss {results['held_out_loss']:.4f} nats/token" in text
@@ -103,10 +103,10 @@ def test_a_retrofit_in_a_recipe_is_a_step_in_the_card(folder):
 @pytest.mark.parametrize("base", ["/models/llama", "../llama", "[lab/base, ./b]", "{a: b}"])
 def test_a_path_that_a_tool_has_written_as_base_model_is_not_copied(tmp_path, base):
     (tmp_path / "README.md").write_text(f"---\nlicense: mit\nbase_model: {base}\n---\n# S\n")
-    data = ModelCard(new_card(tmp_path)).data
+    data = ModelCard(begin_card(tmp_path)).data
     assert (data.license, data.base_model) == ("mit", None)
     (tmp_path / "README.md").write_text("---\nbase_model: [lab/a, lab/b]\n---\n")
-    assert ModelCard(new_card(tmp_path)).data.base_model == ["lab/a", "lab/b"]
+    assert ModelCard(begin_card(tmp_path)).data.base_model == ["lab/a", "lab/b"]
 
 
 OURS = "---\n{}\n---\n\n<!-- attnres:use 000000000000 -->\n## Use\n<!-- /attnres:use -->\n"
@@ -136,7 +136,7 @@ def test_a_source_with_a_damaged_card_is_converted_without_its_terms(folder, nam
 
 
 @pytest.mark.slow
-def test_a_run_on_a_model_with_a_damaged_card_writes_a_new_card(folder):
+def test_a_run_on_a_model_with_a_damaged_card_writes_a_begin_card(folder):
     attnres(folder, "convert", "source", "ours", "--num-blocks", 5)
     (folder / "ours" / "README.md").write_bytes(DAMAGED["ours, no day"])
     attnres(folder, "train", "heal", "model=ours", "out=runs/ours", *QUICK)
@@ -144,7 +144,7 @@ def test_a_run_on_a_model_with_a_damaged_card_writes_a_new_card(folder):
 
 
 def test_without_a_source_card_a_new_card_has_only_the_base_model():
-    card = new_card(None, "lab/x")
+    card = begin_card(None, "lab/x")
     data = yaml.safe_load(card.split("---")[1])
     assert data == {"base_model": "lab/x", "base_model_relation": "finetune"}
 
@@ -154,8 +154,8 @@ def test_a_model_on_the_hub_is_named_by_its_commit(tmp_path):
     cached = tmp_path / "models--lab--model" / "snapshots" / commit
     assert on_hub(cached, "lab/model") == ("lab/model", commit)
     assert on_hub(tmp_path, str(tmp_path)) == (None, None)
-    assert linked("lab/model", "lab/model", commit).count(commit) == 1
-    assert linked(None, str(tmp_path / "my-model")) == "`my-model`"
+    assert link_model("lab/model", "lab/model", commit).count(commit) == 1
+    assert link_model(None, str(tmp_path / "my-model")) == "`my-model`"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_card_has_the_vllm_command_if_vllm_serves_the_backbone(tmp_path, bac
     config = AutoConfig.for_model(backbone, **small, intermediate_size=64, num_key_value_heads=2, head_dim=16)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
-    card = complete(new_card(), CardSubject(model.config, tmp_path, "me/model"))
+    card = complete("", CardSubject(model.config, tmp_path, "me/model"))
     assert ("vllm serve me/model" in card) == vllm
 
 
@@ -176,7 +176,7 @@ def test_the_same_facts_give_the_same_card(tmp_path):
     model = AttnResForCausalLM(load("attnres-tiny"))
     model.save_pretrained(tmp_path)
     subject = CardSubject(model.config, tmp_path, "me/model", revision="1" * 40)
-    card = complete(add_step(new_card(), "**Made** by hand."), subject)
+    card = complete(add_step("", "**Made** by hand."), subject)
     assert complete(card, subject) == card
 
 

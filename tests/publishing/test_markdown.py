@@ -12,8 +12,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from attnres.configuration import load
-from attnres.publishing.cards import CardSubject, add_step, complete, linked, new_card
-from attnres.publishing.markdown import code, escape, link, python_text, shell_word
+from attnres.publishing.cards import CardSubject, add_step, complete
+from attnres.publishing.markdown import code, escape, link, link_model, python_text, shell_word
 
 CONFIG = load("attnres-tiny")
 CONFIG.auto_map = {"AutoModelForCausalLM": "family_attnres.AttnResForCausalLM"}
@@ -119,8 +119,8 @@ def card(folder: Path, text: str) -> str:
     """Return a card in which every name is `text`."""
     entry = EvalResultEntry(dataset_id=text, task_id=text, value=1.5, notes=text)
     subject = CardSubject(CONFIG, folder, f"me/{text}", title=text, results=[entry], code=[])
-    step = f"**Retrofit** of {linked(None, f'/home/{text}')} and {linked(text, text, text)}."
-    return complete(add_step(new_card(), step), subject)
+    step = f"**Retrofit** of {link_model(None, f'/home/{text}')} and {link_model(text, text, text)}."
+    return complete(add_step("", step), subject)
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
-from attnres.publishing.card_parts import digest, part
+from attnres.publishing.card_text import digest, find_part
 
 HERE = Path(__file__).parent
 WITHOUT = HERE.parent / "modeling_attnres" / "without_attnres.py"
@@ -68,8 +68,11 @@ def test_the_card_is_valid_and_pins_the_commit_of_the_files(push, model):
     push.hub.forget()
     push.edit("me/pinned", "README.md", card)  # `huggingface_hub` validates a card before it uploads it
     assert push.hub.log("POST", "/api/validate-yaml")
-    assert "**Retrofit** of `stories`" in part(card, "origin").content
-    assert "The result computed the same function as its source: max |logit difference|" in part(card, "origin").content
+    assert "**Retrofit** of `stories`" in find_part(card, "origin").content
+    assert (
+        "The result computed the same function as its source: max |logit difference|"
+        in find_part(card, "origin").content
+    )
 
 
 def test_pushing_again_changes_nothing(push, model):
@@ -258,13 +261,13 @@ def test_requests_are_repeated_while_the_hub_is_busy(push, model):
 @pytest.mark.parametrize(
     ("arguments", "token", "message"),
     [
-        (["me/refused"], None, "you are not logged in to the Hub: `hf auth login`, or set HF_TOKEN"),
-        (["me/refused"], "hf_wrong", "the Hub refuses the token"),
-        (["me/refused"], "hf_read_of_me", "the token may not write to me/refused"),
-        (["other/refused"], "hf_write_of_me", "the token may not write to other/refused"),
+        (["me/refused"], None, "no token for the Hub. Log in to the Hub by `hf auth login`, or set HF_TOKEN"),
+        (["me/refused"], "hf_wrong", "Log in by `hf auth login`"),
+        (["me/refused"], "hf_read_of_me", "Use a token that may do this"),
+        (["other/refused"], "hf_write_of_me", "Use a token that may do this"),
         (["me/refused/too"], "hf_write_of_me", "is not a repository id"),
         (["me/open", "--private"], "hf_write_of_me", "me/open exists and is public"),
-        (["me/open", "--revision", "refs/pr/7"], "hf_write_of_me", "has no such revision"),
+        (["me/open", "--revision", "refs/pr/7"], "hf_write_of_me", "refs/pr/7"),
     ],
 )
 def test_a_refusal_is_one_line_and_changes_nothing(push, model, arguments, token, message):

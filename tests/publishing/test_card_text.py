@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.publishing.card_parts import ORDER, appended, digest, marked, merge, part, put, text_by_hand, unmarked
+from attnres.publishing.card_text import (
+    ORDER,
+    append_to_part,
+    digest,
+    find_part,
+    mark_upload,
+    merge_cards,
+    put_part,
+    remove_upload_mark,
+    text_by_hand,
+)
 
 names = st.sampled_from(ORDER)
 # Lines of a person or of this package that are not marks.
@@ -17,22 +27,22 @@ heads = st.sampled_from(["", "---\nlicense: mit\n---\n"])
 
 def written(parts: list[tuple[str, str]], text: str = "") -> str:
     for name, content in parts:
-        text = put(text, name, content)
+        text = put_part(text, name, content)
     return text
 
 
 @given(st.lists(st.tuples(names, contents)), st.tuples(names, contents))
 def test_a_part_holds_the_content_that_was_put_last(parts, last):
     text = written([*parts, last])
-    assert part(text, last[0]).content == last[1]
+    assert find_part(text, last[0]).content == last[1]
     assert text_by_hand(text) == ""
-    assert put(text, *last) == text
+    assert put_part(text, *last) == text
 
 
 @given(st.lists(st.tuples(names, contents), min_size=1))
 def test_parts_stand_in_their_order_once(parts):
     text = written(parts)
-    places = [text.find(f"<!-- attnres:{name} ") for name in ORDER if part(text, name) is not None]
+    places = [text.find(f"<!-- attnres:{name} ") for name in ORDER if find_part(text, name) is not None]
     assert places == sorted(places)
     assert text.count("<!-- attnres:") == len({name for name, _ in parts})
 
@@ -41,13 +51,13 @@ def test_parts_stand_in_their_order_once(parts):
 def test_an_edited_part_and_the_text_around_it_stay(parts, edit, later, data):
     name = data.draw(st.sampled_from([name for name, _ in parts]))
     text = written(parts)
-    old = part(text, name).content
+    old = find_part(text, name).content
     if digest(old) == digest(edit):
         return
     text = text.replace(f"-->\n{old}\n<!-- /attnres:{name}", f"-->\n{edit}\n<!-- /attnres:{name}") + "\nMine.\n"
-    assert part(text, name).is_edited
+    assert find_part(text, name).is_edited
     again = written([(other, later) for other in ORDER], text)
-    assert part(again, name).content == edit
+    assert find_part(again, name).content == edit
     assert again.rstrip().endswith("Mine.")
     assert edit in text_by_hand(again)
 
@@ -60,16 +70,16 @@ def test_putting_an_empty_content_removes_the_part(parts):
 
 def test_a_card_of_others_keeps_its_title_and_gets_the_other_parts_below():
     text = written([("summary", "# Ours"), ("use", "## Use")], "# Theirs\n\nText.\n")
-    assert part(text, "summary") is None
+    assert find_part(text, "summary") is None
     assert text.startswith("# Theirs\n\nText.\n\n<!-- attnres:use")
 
 
 @given(st.lists(st.tuples(names, contents)), heads)
 def test_the_mark_of_an_upload_is_not_part_of_the_card(parts, head):
     text = head + written(parts)
-    assert unmarked(marked(text, text, text)).strip() == text.strip()
-    assert marked(marked(text, text, text), text, text) == marked(text, text, text)
-    assert text_by_hand(marked(text, text, text)) == ""
+    assert remove_upload_mark(mark_upload(text, text, text)).strip() == text.strip()
+    assert mark_upload(mark_upload(text, text, text), text, text) == mark_upload(text, text, text)
+    assert text_by_hand(mark_upload(text, text, text)) == ""
 
 
 OURS = "---\nlicense: mit\n---\n\n" + written([("summary", "# Model"), ("use", "## Use")])
@@ -91,27 +101,27 @@ EDITED = OURS + "\nBy hand.\n"
     ],
 )
 def test_merging_two_cards_loses_no_edit_of_a_person(local, pushed, edit, expected):
-    uploaded = marked(pushed, pushed, pushed)
+    uploaded = mark_upload(pushed, pushed, pushed)
     uploaded = edit(uploaded) if edit else uploaded
     if expected == "refused":
         with pytest.raises(ValueError, match=r"edited on the Hub, and .* --overwrite-card"):
-            merge(local, uploaded)
-        assert merge(local, uploaded, overwrite=True) == local
+            merge_cards(local, uploaded)
+        assert merge_cards(local, uploaded, overwrite=True) == local
     else:
-        assert merge(local, uploaded) == (local if expected == "local" else unmarked(uploaded))
+        assert merge_cards(local, uploaded) == (local if expected == "local" else remove_upload_mark(uploaded))
 
 
 def test_a_first_upload_takes_the_local_card():
-    assert merge(EDITED, None) == EDITED
+    assert merge_cards(EDITED, None) == EDITED
 
 
 @pytest.mark.parametrize("edit", ["", "TODO", "Many\n\nlines"])
 def test_a_step_is_added_where_a_person_has_written(edit):
-    text = f"TODO before\n\n{put('', 'origin', 'Made.')}\nTODO after\n".replace("Made.", edit)
-    added = appended(text, "origin", "**Trained.**")
+    text = f"TODO before\n\n{put_part('', 'origin', 'Made.')}\nTODO after\n".replace("Made.", edit)
+    added = append_to_part(text, "origin", "**Trained.**")
     assert added.count("**Trained.**") == 1
-    assert part(added, "origin").content.strip() == f"{edit}\n\n**Trained.**".strip()
-    assert part(added, "origin").is_edited
+    assert find_part(added, "origin").content.strip() == f"{edit}\n\n**Trained.**".strip()
+    assert find_part(added, "origin").is_edited
     assert text_by_hand(added).startswith("TODO before") and text_by_hand(added).endswith("TODO after")
 
 
@@ -122,8 +132,8 @@ def test_marks_without_their_ends_are_text_and_cost_linear_time():
         times = []
         for _ in range(3):
             start = time.process_time()
-            assert part(broken, "use") is None
-            assert put(broken, "use", "## Use").startswith(broken.strip())
+            assert find_part(broken, "use") is None
+            assert put_part(broken, "use", "## Use").startswith(broken.strip())
             times.append(time.process_time() - start)
         return min(times)
 
