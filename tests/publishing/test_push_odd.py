@@ -133,7 +133,7 @@ def test_a_damaged_card_on_the_hub_is_reported_before_anything_is_uploaded(push,
     for number in range(len(damaged)):
         done = push("push", "model", f"me/damaged{number}")
         assert done["status"] == 1
-        assert "README.md on the Hub cannot be read" in done["err"]
+        assert "(in README.md on the Hub). Mend it there." in done["err"]
         assert len(push.commits(f"me/damaged{number}")) == 1
 
 
