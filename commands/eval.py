@@ -2,9 +2,9 @@
 
 import logging
 import os
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,15 +16,14 @@ from attnres.checkpoints.source import ModelSource
 from attnres.eval import sandbox
 from attnres.eval.failures import Failures, failure_lines
 from attnres.eval.hub_results import FOLDER, HubResults, make_results, write_results
-from attnres.eval.options import EvalOptions
 from attnres.eval.paper import Benchmark
+from attnres.eval.prompt_encoder import check_special_tokens
 from attnres.eval.report import make_notes, plot, to_markdown, to_table
 from attnres.eval.rows import make_row
 from attnres.eval.shared_prefix import SharedPrefixLM
-from attnres.eval.special_tokens import check_special_tokens
-from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, find_lost
-from attnres.eval.store import ResultStore, to_json
-from attnres.eval.suite import Loaded, collect, find_unfinished, load_all, run_jobs, software
+from attnres.eval.start import BASELINE_RESULTS, CHART, REPORT, RESULTS, EvalOptions, find_lost
+from attnres.eval.stored_results import ResultStore, to_json
+from attnres.eval.suite import Loaded, collect, find_unfinished, load_all, run_jobs
 from attnres.utils.files import atomic_write, locked
 from attnres.utils.model_files import TOKENIZER_PATTERNS
 from attnres.utils.progress import ProgressBar, status
@@ -59,7 +58,8 @@ def run_eval(options: EvalOptions) -> None:
         options: What to evaluate. Its names and folders must have passed [`attnres.eval.start.check_run`].
 
     Raises:
-        FileExistsError: `out` holds results of other settings, or of a benchmark that cannot be loaded now.
+        FileExistsError: Another run has locked `out`; or it holds results of other settings, or of a benchmark that
+            cannot be loaded now.
         OSError: A model does not exist.
         ValueError: A model has a wrong configuration or no tokenizer, or its tokenizer lacks a special token; or a
             stored result is damaged or belongs to other prompts than the task has now.
@@ -76,7 +76,8 @@ def run_eval(options: EvalOptions) -> None:
         source.check_files()
         tokenizers[name] = source.tokenizer()
         check_special_tokens(tokenizers[name], name)
-    with _only_run(options.out), quiet_transformers():
+    options.out.mkdir(parents=True, exist_ok=True)
+    with locked(options.out / ".lock", options.out), quiet_transformers():
         models = [
             EvaluatedModel(name, folders[name], ResultStore(options.out / role, _setup(name, folders[name], options)))
             for role, name in (("baseline", options.baseline), ("model", options.model))
@@ -115,14 +116,6 @@ def run_eval(options: EvalOptions) -> None:
         raise failure_count_error(len(failures), len(options.benchmarks))
 
 
-@contextmanager
-def _only_run(out: Path) -> Generator[None]:
-    """Lock the folder `out` within the block. Raise FileExistsError if another run has locked it."""
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out / ".lock", out):
-        yield
-
-
 def _setup(name: str, folder: Path, options: EvalOptions) -> dict:
     """Return the settings that decide a model's numbers, with file sizes and times that reveal a replaced file."""
     patterns = ("*.json", "*.safetensors", "*.bin", *TOKENIZER_PATTERNS)
@@ -137,7 +130,8 @@ def _setup(name: str, folder: Path, options: EvalOptions) -> dict:
         "data": str(options.data) if options.data else "the Hub",
         "limit": options.limit,
         "seed": options.seed,
-        "software": software(),
+        # Numbers may depend on the versions of these packages.
+        "software": {package: version(package) for package in ("attnres", "lm_eval", "torch", "transformers")},
         "files": files,
     }
 

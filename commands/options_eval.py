@@ -77,8 +77,7 @@ def evaluate(
     ):
         raise RuntimeError(f"attnres eval needs the package {missing}: {install_command('eval')}")
     from attnres.eval.benchmarks import pick
-    from attnres.eval.options import EvalOptions
-    from attnres.eval.start import check_run
+    from attnres.eval.start import EvalOptions, check_run
 
     from .missing_results import stop_without_data
 

@@ -5,6 +5,7 @@ Describing the paper's benchmarks needs no lm_eval. Other tasks and `load` need 
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from textwrap import shorten
@@ -73,11 +74,11 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
         try:
             data_folder.check(folder)
             folder = folder.absolute()
-            cache = _cache_path(folder)
-            overrides["dataset_path"] = data_folder.loadable(folder, cache)
+            converted = _cache_path(folder)
+            overrides["dataset_path"] = data_folder.loadable(folder, converted)
         except (OSError, ValueError) as error:
             raise data_missing(benchmark, data, str(error)) from error
-        overrides["dataset_kwargs"] = {"cache_dir": str(cache)}
+        overrides["dataset_kwargs"] = {"cache_dir": str(converted)}
     manager = task_manager()
     if benchmark.group not in manager.task_index or benchmark.include_path is not None:
         manager = find_task_manager(benchmark.group, benchmark.include_path)
@@ -88,10 +89,8 @@ def load(benchmark: Benchmark, data: Path | None = None) -> "TaskDict":
     from datasets.exceptions import DatasetsError
     from jinja2 import TemplateSyntaxError
 
-    from .templates import templates_compiled_once
-
     try:
-        with _quiet_hub(), templates_compiled_once():
+        with _quiet_hub(), compile_templates_once():
             # The public `TaskManager.load` does not pass overrides on to the tasks of a group. Given the group as a
             # mapping with overrides, it replaces the `task` of each member by the list of all members.
             tasks = manager._factory.build(
@@ -160,6 +159,24 @@ def _quiet_hub() -> Generator[None]:
             datasets.enable_progress_bars()
 
 
+@contextmanager
+def compile_templates_once() -> Generator[None]:
+    """Let the harness compile each template of a task once within the block.
+
+    By itself, it compiles a template for every item, which takes a minute for MMLU.
+    """
+    import lm_eval.utils
+
+    # The harness renders every template by the global `lm_eval.utils.env`, which no argument can replace.
+    environment = lm_eval.utils.env
+    compile_template = environment.from_string
+    environment.from_string = cache(compile_template)
+    try:
+        yield
+    finally:
+        environment.from_string = compile_template
+
+
 def _cache_path(folder: Path) -> Path:
     """Return the folder in which `datasets` keeps its converted form of a folder's data.
 
@@ -172,4 +189,4 @@ def _cache_path(folder: Path) -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "attnres" / sha256(repr(state).encode()).hexdigest()[:16]
 
 
-__all__ = ["Benchmark", "benchmarks", "load", "pick", "task_path"]
+__all__ = ["Benchmark", "benchmarks", "compile_templates_once", "load", "pick", "task_path"]

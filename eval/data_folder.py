@@ -91,7 +91,8 @@ def loadable(folder: Path, cache: Path) -> str:
             and files that had to be converted.
 
     Returns:
-        The folder itself if `datasets` can read it, or must say what is wrong with it. Otherwise a folder in `cache`.
+        The folder itself if `datasets` can read it, or if no data is found, so that `datasets` says what is wrong.
+        Otherwise a folder in `cache`.
 
     Raises:
         ValueError: A zip file is damaged. The message is one line.

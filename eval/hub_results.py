@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import yaml
 from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml, parse_eval_result_entries
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 
+from attnres.utils.errors import about
 from attnres.utils.files import atomic_write
+from attnres.utils.hub import is_hub_id
 from attnres.utils.yaml_files import load_yaml
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def make_results(rows: Sequence["ReportRow"], results: Mapping[str, Any], baseli
     entries, incomplete, not_on_hub = {}, [], []
     for row in rows:
         dataset = row.benchmark.dataset
-        if dataset is None or not _is_on_hub(dataset):
+        if dataset is None or "/" not in dataset or not is_hub_id(dataset):
             not_on_hub.append(row.benchmark.title)
         elif row.items < row.whole:
             incomplete.append(f"{row.benchmark.title} ({row.items:,} of {row.whole:,} items)")
@@ -71,15 +71,6 @@ def make_results(rows: Sequence["ReportRow"], results: Mapping[str, Any], baseli
             )
     reasons = {"only whole benchmarks are published": incomplete, "no data set with an id on the Hub": not_on_hub}
     return HubResults(entries, [f"{', '.join(names)}: {reason}." for reason, names in reasons.items() if names])
-
-
-def _is_on_hub(dataset: str) -> bool:
-    """Return whether a data set has an id on the Hub, such as `openai/gsm8k`."""
-    try:
-        validate_repo_id(dataset)
-    except HFValidationError:
-        return False
-    return "/" in dataset
 
 
 def _file_name(row: "ReportRow") -> str:
@@ -172,7 +163,7 @@ def _to_yaml(name: str, entry: EvalResultEntry) -> str:
 
 
 def _head(name: str) -> str:
-    """Return the first line of a file. It holds the file's name, so that your copy under another name is kept."""
+    """Return the first line of a file. It holds the file's name, so that a copy of yours under another name is kept."""
     return f"# {name}, written by attnres eval\n"
 
 
@@ -186,7 +177,7 @@ def read_results(folder: Path) -> dict[Path, list[EvalResultEntry]]:
 
     Raises:
         FileNotFoundError: There are no result files.
-        ValueError: A file is not in the Hub's format. The message is one line that names the file.
+        ValueError: A file is not in the Hub's format. Errors of any kind have a note that names the file.
     """
     paths = sorted((folder / FOLDER).glob("*.yaml"))
     if not paths:
@@ -198,23 +189,13 @@ def read_results(folder: Path) -> dict[Path, list[EvalResultEntry]]:
 
 
 def _read(path: Path) -> list[EvalResultEntry]:
-    try:
+    """Return the entries of a file. Any error has a note that names it."""
+    with about(path, "Remove it; the same attnres eval command writes its files again."):
         content = load_yaml(path.read_text(encoding="utf-8"))
-        if not isinstance(content, list) or not content:
-            raise ValueError("it must be a list of results")
+        # One by one, because the parser leaves out an entry that the Hub has refused.
         entries = [entry for item in content for entry in parse_eval_result_entries([item])]
-        if len(entries) < len(content):
-            raise ValueError("it holds a result that the Hub refused")
-    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        if isinstance(error, KeyError):
-            reason = f"it lacks {error}"
-        elif isinstance(error, AttributeError | TypeError):  # the parser expects this form without a check
-            reason = "a result must have a dataset with id and task_id, and a value"
-        raise ValueError(
-            f"{path} does not hold results in the Hub's format: {reason}. Remove it; the same attnres eval command "
-            "writes its files again."
-        ) from error
+        if not entries or len(entries) < len(content):
+            raise ValueError("each result must be in the Hub's format.")
     return entries
 
 

@@ -1,9 +1,8 @@
-"""The model that lm-evaluation-harness evaluates: its loading, its tokens, its batches and the answers it generates.
+"""The model that lm-evaluation-harness evaluates: it loads the model, takes requests, and runs them in batches.
 
-`shared_prefix` computes the likelihoods.
+`prompt_encoder` turns texts into tokens, `shared_prefix` computes likelihoods, and `generation` generates answers.
 """
 
-import copy
 import logging
 import math
 import os
@@ -11,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,52 +20,24 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-    resolve_max_length,
-)
-from lm_eval.models.utils_hf import get_dtype, stop_sequences_criteria
+from lm_eval.models.utils import resolve_max_length
+from lm_eval.models.utils_hf import get_dtype
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.checkpoints.whole import check_source_sizes, load_whole
-from attnres.eval.answer_length import DEFAULT_ANSWER, answer_tokens
-from attnres.eval.special_tokens import check_special_tokens, count_appended, cut_left
+from attnres.eval.answer_length import answer_tokens
+from attnres.eval.generation import AnswerGenerator
+from attnres.eval.prompt_encoder import PromptEncoder, check_special_tokens
 from attnres.utils.token_ids import check_token_ids
 
 logger = logging.getLogger(__name__)
 
-_BROKEN = "The model computes {}: its weights are damaged or its dtype overflows."
-
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # (texts, context tokens, continuation tokens)
 Answer = tuple[float, bool]  # (log-likelihood of the continuation, whether greedy decoding gives it)
 Finish = Callable[[dict[int, Answer]], None]  # takes the answers of some requests by their index
-
-# The settings in a `generation_config.json` that change what greedy decoding gives: factors and counts, which change
-# nothing if they are 1, and others, which change nothing if they are 0 or empty.
-_FACTORS = (
-    *("encoder_repetition_penalty", "guidance_scale", "num_beam_groups", "num_beams", "num_return_sequences"),
-    "repetition_penalty",
-)
-_NOT_GREEDY = (
-    *_FACTORS,
-    *("bad_words_ids", "begin_suppress_tokens", "constraints", "dola_layers", "encoder_no_repeat_ngram_size"),
-    *("exponential_decay_length_penalty", "force_words_ids", "forced_eos_token_id", "max_new_tokens", "max_time"),
-    *("min_length", "min_new_tokens", "no_repeat_ngram_size", "penalty_alpha", "remove_invalid_values"),
-    *("sequence_bias", "stop_strings", "suppress_tokens", "token_healing", "watermarking_config"),
-)
 
 
 class LanguageModel(TemplateLM):
@@ -171,8 +142,8 @@ class LanguageModel(TemplateLM):
         else:
             adds = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
             self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or name, **hub, **adds)
-        # pyrefly: ignore[bad-argument-type, missing-attribute]  # annotated as if there might be no tokenizer
-        check_special_tokens(self.tokenizer, self.tokenizer.name_or_path or "the model")
+        # pyrefly: ignore[bad-argument-type]  # annotated as if there might be no tokenizer
+        self._encoder = PromptEncoder(self.tokenizer, add_bos_token, prefix_token_id)
         if isinstance(pretrained, str):
             loading.setdefault("device_map", "auto" if parallelize else {"": str(self._device)})
             model = load_whole(AutoModelForCausalLM, pretrained, dtype=get_dtype(dtype), **hub, **loading)
@@ -186,13 +157,10 @@ class LanguageModel(TemplateLM):
         self.batch_size = max_batch_size if str(batch_size).startswith("auto") else int(batch_size)
         self.max_length = max_length or resolve_max_length(self.config, self.tokenizer)
         self.logits_cache = logits_cache
-        self.add_bos_token = add_bos_token
-        self._prefix_token_id = prefix_token_id
         self.enable_thinking = enable_thinking
         thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.chat_template_args = {**(chat_template_args or {}), **thinking}
-        # An id may come as text from a command line.
-        self.think_end_token = int(str(think_end_token)) if str(think_end_token).isdigit() else think_end_token
+        self._generator = AnswerGenerator(self.model, self.tokenizer, think_end_token)
         self.progress = progress
         self.cut_requests = 0
 
@@ -242,7 +210,7 @@ class LanguageModel(TemplateLM):
             "model_sha": getattr(self.config, "_commit_hash", None) or "",
         }
 
-    # --- Tokens ----------------------------------------------------------------------------------------------------
+    # --- Tokens, as the harness asks for them ----------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
@@ -252,8 +220,7 @@ class LanguageModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token that begins a text without context."""
-        candidates = (self._prefix_token_id, self.tokenizer.bos_token_id)
-        return next((token for token in candidates if token is not None), self.tokenizer.eos_token_id)
+        return self._encoder.prefix
 
     @property
     def tokenizer_name(self) -> str:
@@ -272,53 +239,9 @@ class LanguageModel(TemplateLM):
             logger.warning("The chat template refuses this conversation: it is repeated without its system message.")
             return render([message for message in chat_history if message["role"] != "system"])
 
-    @cached_property
-    def _num_appended(self) -> int:
-        """The number of tokens that the tokenizer appends to a text."""
-        return count_appended(self.tokenizer)
-
-    @cached_property
-    def _start_tokens(self) -> list[int]:
-        """The tokens that a text may begin with: the prefix token and BOS."""
-        return [token for token in (self.prefix_token_id, self.tokenizer.bos_token_id) if token is not None]
-
-    @cached_property
-    def _start_texts(self) -> tuple[str, ...]:
-        """The same tokens as text."""
-        texts = (self.tokenizer.bos_token, self.tokenizer.decode(self.prefix_token_id))
-        return tuple(filter(None, texts))
-
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text, with at most one BOS token and without tokens that the tokenizer appends.
-
-        Args:
-            string: The text.
-            add_special_tokens: Whether the tokenizer adds tokens. By default, `add_bos_token` and the tokenizer decide;
-                a text that has its BOS token already, because a chat template wrote it, gets none.
-        """
-        adds = add_special_tokens
-        if adds is None:
-            adds = False if string.startswith(self._start_texts) else self.add_bos_token
-        tokens = self.tokenizer.encode(string, **({} if adds is None else {"add_special_tokens": adds}))
-        return tokens[: -self._num_appended] if self._num_appended and adds is not False else tokens
-
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode a context and its continuation together, and cut where the context ends.
-
-        Spaces at the end of the context belong to the first word of the continuation. An empty context becomes the
-        prefix token. A part is empty only if its text is empty.
-        """
-        words = context.rstrip()
-        continuation = context[len(words) :] + continuation
-        if not context:
-            tokens = self.tok_encode(continuation, add_special_tokens=False)
-            has_prefix = tokens[:1] == [self.prefix_token_id]
-            return [self.prefix_token_id], tokens[1:] if has_prefix else tokens
-        context_tokens = self.tok_encode(words)
-        continuation_tokens = self.tok_encode(words + continuation)[len(context_tokens) :]
-        if not continuation_tokens:  # one token covers the end of the context and the whole continuation
-            continuation_tokens = self.tok_encode(continuation, add_special_tokens=False)
-        return context_tokens or [self.prefix_token_id], continuation_tokens
+        """Encode a text, as [`PromptEncoder.encode`] does."""
+        return self._encoder.encode(string, add_special_tokens)
 
     # --- Likelihoods -----------------------------------------------------------------------------------------------
 
@@ -332,7 +255,7 @@ class LanguageModel(TemplateLM):
         if self.enable_thinking:
             raise ValueError("`enable_thinking` is for tasks that generate answers; this one scores given ones.")
         pairs: list[Any] = [request.args for request in requests]
-        encoded = [(pair, *self._encode_pair(*pair)) for pair in pairs]
+        encoded = [(pair, *self._encoder.encode_pair(*pair)) for pair in pairs]
         return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -349,9 +272,7 @@ class LanguageModel(TemplateLM):
         """
         windows, owners = [], []  # `owners`: the index of each window's text
         for index, request in enumerate(requests):
-            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
-            if tokens[:1] == [self.prefix_token_id]:  # the text contains it
-                tokens = tokens[1:]
+            tokens = self._encoder.encode_after_prefix(request.args[0])
             for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
                 windows.append((None, *make_disjoint_window(window)))
                 owners.append(index)
@@ -399,7 +320,9 @@ class LanguageModel(TemplateLM):
             def finish(scored: dict[int, Answer]) -> None:
                 if any(math.isnan(value) for value, _ in scored.values()):
                     # Every comparison with NaN is false, so the harness would take the first choice as the answer.
-                    raise RuntimeError(_BROKEN.format("log-likelihoods that are NaN"))
+                    raise RuntimeError(
+                        "Log-likelihoods of the model are NaN: its weights are damaged or its dtype overflows."
+                    )
                 answers.update(scored)
                 for index in scored:
                     if (texts := requests[index][0]) is not None:
@@ -428,7 +351,7 @@ class LanguageModel(TemplateLM):
             # With `progress`, the caller reports the count itself.
             level = logging.INFO if self.progress else logging.WARNING
             logger.log(level, message, num_cut, len(prompts), self.max_length)
-        return [cut_left(prompt, limit, self._start_tokens) for prompt, limit in zip(prompts, limits)]
+        return [self._encoder.cut(prompt, limit) for prompt, limit in zip(prompts, limits)]
 
     # --- Generation ------------------------------------------------------------------------------------------------
 
@@ -460,7 +383,8 @@ class LanguageModel(TemplateLM):
         with self._reported(len(requests), "generate_until", disable_tqdm) as report:
 
             def run(batch: Sequence[int]) -> None:
-                answers = self._generate([prompts[index] for index in batch], asked[batch[0]][1])
+                with self._autocast():
+                    answers = self._generator.generate([prompts[index] for index in batch], asked[batch[0]][1])
                 for index, answer in zip(batch, answers):
                     texts[index] = answer
                     self.cache_hook.add_partial("generate_until", asked[index], answer)
@@ -472,95 +396,15 @@ class LanguageModel(TemplateLM):
                 self._in_batches(group, run)
         return [texts[index] for index in range(len(requests))]
 
-    def _generate(self, prompts: Sequence[list[int]], arguments: dict[str, Any]) -> list[str]:
-        """Return the answers to a batch of prompts.
-
-        Args:
-            prompts: The tokens of each prompt.
-            arguments: The task's generation arguments.
-
-        Raises:
-            RuntimeError: A logit is NaN or infinite.
-        """
-        options: dict[str, Any] = dict(normalize_gen_kwargs(arguments, DEFAULT_ANSWER))
-        eos = self.tokenizer.eos_token_id
-        stops = handle_stop_sequences(options.pop("until"), eos=self.tokenizer.decode(eos))
-        width = max(len(prompt) for prompt in prompts)
-        num_answer = options.pop("max_gen_toks")
-        max_length = options.pop("max_length", width + num_answer)
-        if options["do_sample"] is False:
-            options.pop("temperature", None)  # `generate` warns of it
-        pad = eos if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
-        rows = [[pad] * (width - len(prompt)) + prompt for prompt in prompts]
-        masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        watch = _LargestLogit()
-        with self._greedy_settings(), self._autocast():
-            tokens = self.model.generate(
-                input_ids=torch.tensor(rows, device=self.device),
-                attention_mask=torch.tensor(masks, device=self.device),
-                max_length=max_length,
-                stopping_criteria=stop_sequences_criteria(self.tokenizer, stops, width, len(prompts)),
-                logits_processor=LogitsProcessorList([watch]),
-                pad_token_id=pad,
-                use_cache=True,
-                **options,
-            )
-        if watch.largest is not None and not watch.largest.isfinite():
-            # The largest of NaN logits is an arbitrary token, so the text would count as a wrong answer.
-            raise RuntimeError(_BROKEN.format("logits that are NaN or infinite"))
-        answers = []
-        for row in tokens[:, width:].tolist():
-            # The model stops at the EOS token of its configuration. If the tokenizer has another one, a row goes on
-            # after it until its batch is finished.
-            row = row[: row.index(eos)] if eos in row else row
-            answers.append(self._decode_answer(row, stops))
-        return answers
-
-    def _decode_answer(self, tokens: list[int], stops: list[str]) -> str:
-        """Return the text of an answer up to the first stop sequence, without what the model thought before it."""
-        end = self.think_end_token
-        if isinstance(end, int):
-            places = [place for place, token in enumerate(tokens) if token == end]
-            text = self.tokenizer.decode(tokens[places[-1] + 1 :] if places else tokens, skip_special_tokens=True)
-            return postprocess_generated_text(text.lstrip(), stops, None)
-        return postprocess_generated_text(self.tokenizer.decode(tokens, skip_special_tokens=True), stops, end)
+    @property
+    def ignored_settings(self) -> dict[str, Any]:
+        """The settings of the model's `generation_config.json` that would change greedy decoding, and are ignored."""
+        return self._generator.ignored_settings
 
     def _autocast(self) -> torch.autocast:
         dtype = self.mixed_precision_dtype
         # pyrefly: ignore[missing-attribute]  # set in `__init__`
         return torch.autocast(device_type=self.device.type, dtype=dtype, enabled=dtype is not None)
-
-    @property
-    def ignored_settings(self) -> dict[str, Any]:
-        """The settings of the model's `generation_config.json` that would change greedy decoding, and are ignored."""
-        settings = self._generating_model.generation_config.to_dict()
-        return {
-            name: settings[name]
-            for name in _NOT_GREEDY
-            if settings.get(name) and not (name in _FACTORS and settings[name] == 1)
-        }
-
-    @property
-    def _generating_model(self) -> PreTrainedModel:
-        """The model that has the settings of generation. For an adapter, the model inside it."""
-        return getattr(self.model, "get_base_model", lambda: self.model)()
-
-    @contextmanager
-    def _greedy_settings(self) -> Generator[None]:
-        """Remove the settings in `_NOT_GREEDY` from the model within the block.
-
-        An argument of `generate` cannot do this: there, None means the model's own setting.
-        """
-        model = self._generating_model
-        before: GenerationConfig = model.generation_config
-        model.generation_config = copy.deepcopy(before)
-        for name in _NOT_GREEDY:
-            if getattr(before, name, None) is not None:
-                setattr(model.generation_config, name, None)
-        try:
-            yield
-        finally:
-            model.generation_config = before
 
     # --- Batches ---------------------------------------------------------------------------------------------------
 
@@ -598,24 +442,6 @@ class LanguageModel(TemplateLM):
         is_disabled = is_silent or not reports or self.rank != 0
         with tqdm(total=total, desc=f"Running {kind} requests", disable=is_disabled) as bar:
             yield lambda done: bar.update(done - bar.n)
-
-
-class _LargestLogit(LogitsProcessor):
-    """Keep the largest logit of a generation. It is NaN if any logit was.
-
-    This adds one reduction to each step, and no transfer from the device.
-
-    Attributes:
-        largest: The largest logit so far, a scalar; `None` before the first step.
-    """
-
-    def __init__(self) -> None:
-        self.largest: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        largest = scores.amax()
-        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
-        return scores
 
 
 __all__ = ["Answer", "Finish", "LanguageModel", "Request"]

@@ -107,15 +107,12 @@ def make_notes(
         results: The model's results, from [`attnres.eval.suite.collect`].
         baseline_results: The second model's results.
     """
-    notes = [_cut_note([(row, row.shortened) for row in rows], model)]
+    models = [(model, results, [(row, row.shortened) for row in rows])]
     if baseline:
-        notes.append(_cut_note([(row, row.baseline_shortened) for row in rows], baseline))
-    notes.append(_answer_note([(row, row.shortened) for row in rows], model))
-    if baseline:
-        notes.append(_answer_note([(row, row.baseline_shortened) for row in rows], baseline))
-    notes.append(_settings_note(results, model))
-    if baseline and baseline_results:
-        notes.append(_settings_note(baseline_results, baseline))
+        models.append((baseline, baseline_results or {"config": {}}, [(row, row.baseline_shortened) for row in rows]))
+    notes = [_cut_note(shortened, name) for name, _, shortened in models]
+    notes += [_answer_note(shortened, name) for name, _, shortened in models]
+    notes += [_settings_note(of_model, name) for name, of_model, _ in models]
     notes += [revision_note(rows), _unit_note(rows)]
     return [note for note in notes if note]
 

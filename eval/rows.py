@@ -8,10 +8,9 @@ from typing import Any
 from lm_eval.tasks.manager import TaskDict
 
 from .answer_length import answer_tokens
-from .items import differing_parts, items_of
 from .paired import Paired, compare_pairs
 from .paper import Benchmark
-from .store import ResultStore
+from .stored_results import ResultStore, differing_parts, items_of
 
 ItemScores = dict[tuple[str, int], float]  # (task, number of the item) -> score
 

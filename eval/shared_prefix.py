@@ -278,7 +278,7 @@ def _fixed_positions_length(config: PretrainedConfig) -> float:
     """Return the length of a sequence up to which a position's encoding does not depend on that length.
 
     Some kinds of RoPE change the encoding of all positions in longer sequences. A longer row therefore cannot continue
-    from the cache of a shorter one. `math.inf` for all other kinds.
+    from the cache of a shorter one. For all other kinds, the length is `math.inf`.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # The parameters may stand one level deeper, for each type of layer.

@@ -1,24 +1,53 @@
-"""Check paths and data before an evaluation, without importing lm_eval or PyTorch.
+"""The options of an evaluation, and the checks of paths and data before it, without importing lm_eval or PyTorch.
 
 The command line runs these checks first, so that a mistake costs no time.
 """
 
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from attnres.checkpoints.source import ModelSource
+from attnres.utils.errors import about
 from attnres.utils.files import check_writable
 from attnres.utils.hub import describe_adapter, is_adapter, is_dataset_cached, is_offline, use_cache_alone
 
 from .failures import Failures, Reason, TaskFailure, code_refused, data_missing
 from .hub_results import FOLDER
-from .options import EvalOptions
 from .paper import Benchmark, benchmarks
 
 # The files of `--out`.
 RESULTS, BASELINE_RESULTS, REPORT, CHART = "results.json", "baseline.json", "report.md", "scores.png"
+_REMEDY = "Remove it: it is written again."
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What to evaluate, and how.
+
+    Attributes:
+        model: The directory or Hub id of the model.
+        out: The folder for results. A stopped run with the same `out` resumes there.
+        benchmarks: The benchmarks, from [`attnres.eval.benchmarks.pick`].
+        baseline: The directory or Hub id of a second model, which is compared with the first item by item.
+        data: A folder that holds the data sets as `ORG/NAME`, read instead of the Hub.
+        limit: How many items of each task are asked, from the first; `None` for all.
+        batch_size: The number of sequences at a time. It is halved when memory runs out.
+        allow_code_execution: Whether programs that the model writes may run, in a sandbox.
+        seed: The seed of the prompts.
+    """
+
+    model: str
+    out: Path
+    benchmarks: Sequence[Benchmark]
+    baseline: str | None = None
+    data: Path | None = None
+    limit: int | None = None
+    batch_size: int = 8
+    allow_code_execution: bool = False
+    seed: int = 0
 
 
 def check_run(options: EvalOptions) -> None:
@@ -28,7 +57,7 @@ def check_run(options: EvalOptions) -> None:
         FileExistsError: `out` holds other files than those of an evaluation, or a report with more benchmarks or
             models.
         FileNotFoundError: A model or the data folder does not exist.
-        ValueError: Both models are the same, one is an adapter, or an earlier result file is damaged.
+        ValueError: Both models are the same, or one is an adapter.
     """
     if options.baseline == options.model:
         raise ValueError(f"MODEL and --baseline are both {options.model}. Compare two models, or leave out --baseline.")
@@ -55,7 +84,9 @@ def check_run(options: EvalOptions) -> None:
             "(finished tasks are not computed again), or choose another --out."
         )
     if options.baseline is None and (out / BASELINE_RESULTS).exists():
-        name = _read(out / BASELINE_RESULTS)["config"]["model_args"]["pretrained"]
+        with about(out / BASELINE_RESULTS, _REMEDY):
+            results = json.loads((out / BASELINE_RESULTS).read_text(encoding="utf-8"))
+            name = results["config"]["model_args"]["pretrained"]
         raise FileExistsError(
             f"{out / REPORT} compares with {name}, which a new report would lose. Give --baseline {name}, or "
             "choose another --out."
@@ -69,29 +100,17 @@ def find_lost(out: Path, kept: Collection[Benchmark]) -> list[str]:
         out: The folder of an evaluation; it need not exist.
         kept: The benchmarks of the new report.
 
-    Raises:
-        ValueError: The results of the earlier run are damaged.
+    If the results of the earlier run are damaged, an error of any kind has a note that names the file.
     """
     if not (out / RESULTS).exists():
         return []
-    results = _read(out / RESULTS)
-    # The results list groups and their members alike. Only the outermost are benchmarks.
-    members = {child for children in results["group_subtasks"].values() for child in children}
+    with about(out / RESULTS, _REMEDY):
+        results = json.loads((out / RESULTS).read_text(encoding="utf-8"))
+        # The results list groups and their members alike. Only the outermost are benchmarks.
+        members = {child for children in results["group_subtasks"].values() for child in children}
+        groups = results["results"].keys() - members - {benchmark.group for benchmark in kept}
     names = {benchmark.group: benchmark.name for benchmark in benchmarks().values()}
-    groups = results["results"].keys() - members - {benchmark.group for benchmark in kept}
     return sorted(names.get(group, group) for group in groups)
-
-
-def _read(path: Path) -> dict:
-    """Return the results file of an earlier run. Raise ValueError if a part that this module uses is damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        # Use each part once as this module does, so that a damaged part raises here.
-        content["results"].keys(), content["config"]["model_args"]["pretrained"]
-        {child for children in content["group_subtasks"].values() for child in children}
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}). Remove it: it is written again.") from error
-    return content
 
 
 def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_execution: bool) -> Failures:
@@ -121,4 +140,4 @@ def find_missing(benchmarks: Sequence[Benchmark], data: Path | None, allow_code_
     return failures
 
 
-__all__ = ["BASELINE_RESULTS", "CHART", "REPORT", "RESULTS", "check_run", "find_lost", "find_missing"]
+__all__ = ["BASELINE_RESULTS", "CHART", "REPORT", "RESULTS", "EvalOptions", "check_run", "find_lost", "find_missing"]

@@ -4,7 +4,6 @@ The steps of a run, in order: `load_all` reads the data of every benchmark, `fin
 lists the tasks without one, `run_jobs` evaluates a model on these, and `collect` combines the stored results.
 """
 
-import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -24,14 +23,19 @@ from transformers import set_seed
 
 from . import data_folder, sandbox
 from .answer_length import answer_tokens, limited_answers
-from .benchmarks import load
+from .benchmarks import compile_templates_once, load
 from .failures import DataMissing, Failures, Reason, TaskFailure, code_refused, describe_error
-from .items import drop_requests
 from .paper import Benchmark
 from .shared_prefix import SharedPrefixLM
-from .store import ResultStore
-from .stored_results import PARTS, check_same_items, check_same_task, check_scores, scoring_digest
-from .templates import templates_compiled_once
+from .stored_results import (
+    PARTS,
+    ResultStore,
+    check_same_items,
+    check_same_task,
+    check_scores,
+    drop_requests,
+    scoring_digest,
+)
 
 Loaded = dict[Benchmark, TaskDict]
 
@@ -119,7 +123,7 @@ def find_unfinished(loaded: Loaded, store: ResultStore, limit: int | None, seed:
             stored = store.read(name)
             check_same_task(task, stored, store.path(name))
             prepare(task, seed)
-            with _quiet_harness(), templates_compiled_once():
+            with _quiet_harness(), compile_templates_once():
                 check_same_items(task, stored, store.path(name), limit)
     return jobs
 
@@ -192,7 +196,7 @@ def _evaluate(lm: SharedPrefixLM, job: EvalJob, limit: int | None, seed: int) ->
     prepare(task, seed)
     generates = task.OUTPUT_TYPE == "generate_until"
     cut_before = lm.cut_requests
-    with limited_answers(task, lm.max_length), _quiet_harness(), templates_compiled_once():
+    with limited_answers(task, lm.max_length), _quiet_harness(), compile_templates_once():
         outputs = evaluate(
             lm, {"tasks": {task.task_name: task}, "groups": {}}, limit=limit, confirm_run_unsafe_code=True
         )
@@ -293,9 +297,4 @@ def _remove_paths(config: dict[str, Any], benchmark: Benchmark) -> None:
     (config.get("metadata") or {}).pop("config_source", None)
 
 
-def software() -> dict[str, str]:
-    """Return the versions of the packages on which numbers may depend."""
-    return {name: importlib.metadata.version(name) for name in ("attnres", "lm_eval", "torch", "transformers")}
-
-
-__all__ = ["EvalJob", "Loaded", "collect", "find_unfinished", "load_all", "prepare", "run_jobs", "software"]
+__all__ = ["EvalJob", "Loaded", "collect", "find_unfinished", "load_all", "prepare", "run_jobs"]

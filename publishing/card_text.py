@@ -45,7 +45,7 @@ def read_model_card(text: str) -> RepoCard:
             raise TypeError("`model-index` must be a list")
     except Exception as error:  # PyYAML's constructors and `CardData` raise many kinds
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"its metadata, the YAML between `---` and `---`, is damaged: {reason}") from error
+        raise ValueError(f"the metadata of the card, the YAML between `---` and `---`, is damaged: {reason}") from error
     card.data["language"] = _languages(card.data.get("language"))
     return card
 

@@ -21,6 +21,7 @@ from attnres.checkpoints.kimi_k3 import describe_layout
 from attnres.checkpoints.source_files import check_file
 from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.utils.files import atomic_write
+from attnres.utils.hub import is_hub_id
 
 from .card_text import (
     add_metadata,
@@ -31,7 +32,7 @@ from .card_text import (
     remove_upload_mark,
     split_card,
 )
-from .markdown import code, escape, is_hub_id, python_text, shell_word
+from .markdown import code, escape, python_text, shell_word
 
 CARD = "README.md"
 # Auto class -> the Hub's name of the task. A model may have several Auto classes: the first one here counts.

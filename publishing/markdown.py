@@ -9,9 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-
+from attnres.utils.hub import is_hub_id
 from attnres.utils.wording import printable
 
 # These become entities: in some renderers a backslash does not stop `|` from ending a cell, or `<` from opening a tag.
@@ -71,15 +69,6 @@ def link_model(hub_id: str | None, name: str, commit: str | None = None) -> str:
     return code(Path(name).name) if hub_id is None else link(hub_id, commit=commit)
 
 
-def is_hub_id(name: str) -> bool:
-    """Return whether a name can be the id of a repository on the Hub."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
-
-
 def python_text(value: str) -> str:
     """Return a text as a Python string literal."""
     return json.dumps(value, ensure_ascii=False) if value.isprintable() else ascii(value)
@@ -94,4 +83,4 @@ def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-__all__ = ["code", "escape", "is_hub_id", "link", "link_model", "python_text", "shell_word"]
+__all__ = ["code", "escape", "link", "link_model", "python_text", "shell_word"]

@@ -21,6 +21,7 @@ from attnres.checkpoints.copies import check_files_of_weights, unpublished_model
 from attnres.checkpoints.shards import DTYPES, copy_shard
 from attnres.checkpoints.side_files import code_fields, module_of, references, with_imports
 from attnres.checkpoints.source_files import AUTO_MAP, check_file, read_json, read_object
+from attnres.utils.errors import about
 from attnres.utils.hub import check_path, is_adapter
 from attnres.utils.model_files import TOKENIZER_FILES
 from attnres.utils.wording import counted
@@ -136,10 +137,8 @@ def make_publication(
         has_hashes=has_hashes,
     )
     publication = Publication(files, left_out, card or "", subject, unread)
-    try:  # damaged metadata is found before anything is uploaded
+    with about(folder / CARD):  # damaged metadata is found before anything is uploaded
         publication.card_for("org/name", None)
-    except ValueError as error:
-        raise ValueError(f"{folder / CARD} cannot be read: {error}.") from error
     return publication
 
 

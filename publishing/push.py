@@ -293,11 +293,9 @@ def _merged(publication: Publication, uploaded: str | None, overwrite: bool) -> 
     merged = merge_cards(local, uploaded, overwrite=overwrite)
     if merged == local:
         return local, []
-    try:
+    with about("README.md on the Hub", "Mend it there."):
         remote_fields, local_fields = (read_model_card(card).data.to_dict() for card in (merged, local))
         merged = add_metadata(merged, local_fields)
-    except ValueError as error:
-        raise ValueError(f"README.md on the Hub cannot be read: {error}. Mend it there.") from error
     if origin := find_part(local, "origin"):
         merged = put_part(merged, "origin", origin.content)
     differing = [name for name, value in local_fields.items() if remote_fields.get(name, value) != value]

@@ -25,9 +25,10 @@ from attnres.checkpoints.kimi_k3 import describe_left_out
 from attnres.checkpoints.source import ModelSource
 from attnres.configuration.counting import count_stored
 from attnres.publishing.cards import CARD, CardSubject, write_card
-from attnres.publishing.markdown import code, is_hub_id, link, link_model
+from attnres.publishing.markdown import code, link, link_model
 from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
 from attnres.utils.files import atomic_directory, atomic_write
+from attnres.utils.hub import is_hub_id
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 from attnres.utils.wording import counted
 

@@ -132,6 +132,15 @@ def use_cache_alone() -> None:
     constants.HF_HUB_OFFLINE = True
 
 
+def is_hub_id(name: str) -> bool:
+    """Return whether a name can be the id of a repository on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
 def check_repo(repo: str, revision: str | None = None) -> None:
     """Check the form of the names of the repository and branch of an upload.
 
@@ -142,12 +151,10 @@ def check_repo(repo: str, revision: str | None = None) -> None:
     Raises:
         ValueError: A name has characters that the Hub does not allow.
     """
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
+    if not is_hub_id(repo):
         raise ValueError(
             f"{repo!r} is not a repository id: it must be NAME or ORG/NAME, of letters, digits, `-`, `_` and `.`."
-        ) from error
+        )
     if revision is not None and not _REVISION.fullmatch(revision):
         raise ValueError(f"{revision!r} is not a branch name: it must have letters, digits, `-`, `_`, `/` and `.`.")
 
@@ -217,6 +224,7 @@ __all__ = [
     "is_adapter",
     "is_cached",
     "is_dataset_cached",
+    "is_hub_id",
     "is_offline",
     "meant",
     "use_cache_alone",

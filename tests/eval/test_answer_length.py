@@ -10,7 +10,7 @@ import pytest
 from attnres.commands.eval import run_eval
 from attnres.eval.answer_length import answer_tokens, limited_answers, with_answer_tokens
 from attnres.eval.benchmarks import pick
-from attnres.eval.options import EvalOptions
+from attnres.eval.start import EvalOptions
 
 TASK = """
 task: long_answers

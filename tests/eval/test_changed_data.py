@@ -11,11 +11,10 @@ import pytest
 
 from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import load, pick
-from attnres.eval.options import EvalOptions
 from attnres.eval.report import revision_note, to_markdown
 from attnres.eval.rows import make_row
-from attnres.eval.start import check_run
-from attnres.eval.store import ResultStore
+from attnres.eval.start import EvalOptions, check_run
+from attnres.eval.stored_results import ResultStore
 from attnres.eval.suite import collect
 
 from .synthetic import write_data_set

@@ -14,14 +14,14 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from attnres.commands.errors import describe
 from attnres.commands.eval import run_eval
 from attnres.conversion import retrofit
 from attnres.eval import sandbox
 from attnres.eval.benchmarks import benchmarks, load, pick, task_path
-from attnres.eval.options import EvalOptions
 from attnres.eval.shared_prefix import SharedPrefixLM
-from attnres.eval.start import check_run
-from attnres.eval.store import ResultStore
+from attnres.eval.start import EvalOptions, check_run
+from attnres.eval.stored_results import ResultStore
 from attnres.eval.suite import find_unfinished, run_jobs
 
 from .. import forks
@@ -182,8 +182,9 @@ def test_a_run_that_would_remove_results_from_a_report_is_refused(evaluate, eval
         evaluate(model, tmp_path / "out", "arc_challenge,cmath", baseline=source)  # the data of cmath is not there
     assert {path: path.read_bytes() for path in before} == before
     (tmp_path / "out" / "results.json").write_text('{"results": 3}')
-    with pytest.raises(ValueError, match=r"results\.json is damaged .* Remove it: it is written again\."):
+    with pytest.raises(KeyError) as error:
         check_run(EvalOptions(model, tmp_path / "out", pick(BENCHMARKS), source))
+    assert describe(error.value)[0].endswith("results.json). Remove it: it is written again.")
 
 
 def test_missing_data_is_reported_before_a_model_runs_and_other_benchmarks_go_on(evaluate, tmp_path, capsys):

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from attnres.commands.eval import run_eval
-from attnres.eval.benchmarks import benchmarks, load, pick
+from attnres.eval.benchmarks import benchmarks, compile_templates_once, load, pick
 from attnres.eval.failures import DataMissing
-from attnres.eval.options import EvalOptions
-from attnres.eval.templates import templates_compiled_once
+from attnres.eval.start import EvalOptions
 
 TASK_FILE = """
 task: {name}
@@ -144,7 +143,7 @@ def test_a_template_is_compiled_once_while_tasks_are_read(monkeypatch):
         utils.env, "from_string", lambda source: compiled.append(source) or compile_template(utils.env, source)
     )
     before = utils.env.from_string
-    with templates_compiled_once():
+    with compile_templates_once():
         assert [utils.apply_template("{{ a }}", {"a": n}) for n in range(3)] == ["0", "1", "2"]
     assert compiled == ["{{ a }}"] and utils.env.from_string is before
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from attnres.eval.store import ResultStore
+from attnres.commands.errors import describe
+from attnres.eval.stored_results import ResultStore
 
 SETUP = {
     "model": "a",
@@ -49,36 +50,39 @@ RESULT = {"results": {"gsm8k": {"exact_match,none": 0.5}}, "samples": [{"doc_id"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda text: text.replace("0.5", "0.9"), "is not as it was written: its sha256 does not fit"),
-        (lambda text: text.replace("1.0", "true"), "is not as it was written"),
-        (lambda text: text.replace("sha256", "hash"), "is not as it was written"),
-        (lambda text: text[:-9], "is damaged"),
-        (lambda text: "[]", r"is damaged \(it holds a list, not an object\)"),
-        (lambda text: "\ud800", "is damaged"),
+        lambda text: text.replace("0.5", "0.9"),
+        lambda text: text.replace("1.0", "true"),
+        lambda text: text.replace("sha256", "hash"),
+        lambda text: text[:-9],
+        lambda text: "[]",
+        lambda text: "\ud800",
     ],
     ids=["score", "sample", "hash", "cut off", "list", "text"],
 )
-def test_an_edited_or_damaged_result_is_refused_with_the_file_and_the_remedy(tmp_path, change, message):
+def test_an_edited_or_damaged_result_is_refused_with_the_file_and_the_remedy(tmp_path, change):
     store = ResultStore(tmp_path, SETUP)
     store.write("gsm8k", RESULT)
     assert store.read("gsm8k")["samples"] == RESULT["samples"]
     path = tmp_path / "gsm8k.json"
     path.write_bytes(change(path.read_text()).encode("utf-8", "surrogatepass"))
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises((AttributeError, TypeError, ValueError)) as error:
         store.read("gsm8k")
-    assert str(error.value).startswith(f"{path} is ")
-    assert str(error.value).endswith("Remove it, and the same command computes it again.")
-    assert "\n" not in str(error.value)
+    line, is_foreseen = describe(error.value)
+    assert str(path) in line and line.endswith("Remove it, and the same command computes it again.")
+    assert is_foreseen
 
 
 @pytest.mark.parametrize("content", ["{", "3", ""])
 def test_a_damaged_setup_is_refused_with_the_remedy(tmp_path, content):
     ResultStore(tmp_path, SETUP)
     (tmp_path / "setup.json").write_text(content)
-    with pytest.raises(ValueError, match=r"is damaged .*Choose another --out, or remove the folder"):
+    with pytest.raises((TypeError, ValueError)) as error:
         ResultStore(tmp_path, SETUP)
+    line, is_foreseen = describe(error.value)
+    assert "setup.json" in line and "Choose another --out, or remove the folder" in line
+    assert is_foreseen
 
 
 @pytest.mark.parametrize("task", ["setup", "group::task", "../../outside", "a/b", "..", "名前 1"])

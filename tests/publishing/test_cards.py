@@ -136,7 +136,7 @@ def test_a_source_with_a_damaged_card_is_converted_without_its_terms(folder, nam
 
 
 @pytest.mark.slow
-def test_a_run_on_a_model_with_a_damaged_card_writes_a_begin_card(folder):
+def test_a_run_on_a_model_with_a_damaged_card_writes_a_new_card(folder):
     attnres(folder, "convert", "source", "ours", "--num-blocks", 5)
     (folder / "ours" / "README.md").write_bytes(DAMAGED["ours, no day"])
     attnres(folder, "train", "heal", "model=ours", "out=runs/ours", *QUICK)

@@ -342,15 +342,15 @@ BROKEN = {
         lambda f: (f / "generation_config.json").write_text('{"token": "hf_write_of_me"}'),
         r"generation_config\.json, line 1, holds a secret .your Hub token.",
     ),
-    "a bad card": (lambda f: (f / "README.md").write_text("---\n- a\n- b\n---\n"), r"README\.md cannot be read"),
+    "a bad card": (lambda f: (f / "README.md").write_text("---\n- a\n- b\n---\n"), "the metadata of the card"),
     "a bad model index in the card": (
         lambda f: (f / "README.md").write_text("---\nmodel-index: 5\n---\n"),
-        r"README\.md cannot be read: .*`model-index` must be a list",
+        r"`model-index` must be a list \(in .*README\.md\)",
     ),
-    "bad YAML in the card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), r"README\.md cannot be read"),
+    "bad YAML in the card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), "the metadata of the card"),
     "bad results": (
         lambda f: ((f / ".eval_results").mkdir(), (f / ".eval_results" / "a.yaml").write_text("a: 1")),
-        r"a\.yaml does not hold results in the Hub's format",
+        r"\.eval_results/a\.yaml\)\. Remove it",
     ),
 }
 

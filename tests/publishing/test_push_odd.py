@@ -54,7 +54,8 @@ def test_a_gitignore_of_the_repository_leaves_nothing_out(push, model):
     assert {path.name for path in model.iterdir()} <= push.hub.files("me/ignoring").keys()
 
 
-def test_a_card_that_is_edited_during_the_upload_keeps_the_edit(push, model, copy):
+def test_a_card_that_is_edited_during_the_upload_keeps_the_edit(push, model, copy, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the Hub is on this machine
     push("push", "model", "me/race")
     changed(copy / "config.json", changed=True)
     api = HfApi(endpoint=push.hub.url, token=push.hub.write_token)
@@ -133,7 +134,7 @@ def test_a_damaged_card_on_the_hub_is_reported_before_anything_is_uploaded(push,
     for number in range(len(damaged)):
         done = push("push", "model", f"me/damaged{number}")
         assert done["status"] == 1
-        assert "README.md on the Hub cannot be read" in done["err"]
+        assert "(in README.md on the Hub). Mend it there." in done["err"]
         assert len(push.commits(f"me/damaged{number}")) == 1
 
 
