@@ -25,11 +25,9 @@ def accelerate_delta_attention(attention: "DeltaAttentionLayer") -> None:
     Args:
         attention: a `DeltaAttention` of the model's files.
     """
-    from .delta_attention import accelerate
+    from .delta_attention import accelerate  # at first use, because it imports Kimi Linear of `transformers`
 
-    # Model code that an earlier version saved uses the layer of `transformers`, whose functions cannot be replaced.
-    if hasattr(attention, "convolve"):
-        accelerate(attention)
+    accelerate(attention)
 
 
 __all__ = [

@@ -41,7 +41,7 @@ def measure(setting: Setting) -> Iterator[dict]:
         measured |= {TOY: Shape(llama(width=64, layers=5), ("Block S=4", "Full"))}
     for name, shape in measured.items():
         for dtype in ("float32",) if setting.quick else ("float32", "bfloat16"):
-            # The part `layers` measures PyTorch's operations.
+            # Without depth attention by PyTorch's operations, which the part `ops` measures.
             models = variants(shape, getattr(torch, dtype), setting.device, eager=False)
             models[AGAIN] = copy_with_shared_weights(models[STANDARD])
             ids = token_ids(shape.config, 16 if setting.quick else TOKENS, 1, setting.device)

@@ -1,6 +1,7 @@
 """No connection is known by its name outside the models, and no two public classes of the package share a name."""
 
 import ast
+import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -65,6 +66,13 @@ def test_nothing_outside_the_models_says_the_name_of_a_connection_or_of_a_field_
     found = {(path.as_posix(), name) for path in FILES for name in said((ROOT / path).read_text(encoding="utf-8"))}
     assert found - ALLOWED == set()
     assert found >= ALLOWED, "an exception that is no longer needed"
+
+
+@pytest.mark.parametrize("page", ["docs/reference/models.md", "docs/guides/inspect.md", "modeling_attnres/README.md"])
+def test_pages_that_are_no_guide_to_connections_list_none(page):
+    """A new connection is one file, so such a list would lack it. `make tables` makes those of the other pages."""
+    words = {*re.findall(r"[a-z_]+", (ROOT / page).read_text(encoding="utf-8"))}
+    assert {word for word in words if word.removesuffix("_attnres") in NAMES} <= {"attn_res_attnres"}
 
 
 def test_no_two_public_classes_of_the_package_share_a_name():

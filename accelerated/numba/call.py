@@ -126,7 +126,8 @@ def forward(
         statistics,
         0 if kept is None else _address(kept, (*tokens, kept_size(len(sources.addresses))), torch.float32),
     )
-    _run("forward", sources, multiplier, addresses, sources.addresses, eps, norm_eps)
+    places = (*addresses, *sources.addresses)
+    _run("forward", shape, dtype, len(sources.addresses), multiplier, places, eps, norm_eps)
 
 
 class FewTokens:
@@ -236,7 +237,8 @@ def phase_one(queries: Tensor, sources: CheckedSources, sums: Tensor, statistics
         sums=_address(sums, (number, *shape), torch.float32),
         statistics=_address(statistics, (number, *shape[:-1], 2), torch.float32),
     )
-    _run("phase one", sources, number, addresses, sources.addresses, eps)
+    places = (*addresses, *sources.addresses)
+    _run("phase one", shape, sources.dtype, len(sources.addresses), number, places, eps)
 
 
 def backward(
@@ -289,9 +291,8 @@ def backward(
         norm_weight=0 if norm_weight is None else _address(norm_weight, width, dtype),
         grad_norm=0 if grad_norm is None else _address(grad_norm, rows, torch.float32),
     )
-    per_source = [*sources.addresses]
-    per_source += [0 if tensor is None else _address(tensor, shape, dtype) for tensor in (*grad_sources, *later_grads)]
-    _run("backward", sources, multiplier, addresses, per_source, 0.0)
+    grads = (0 if tensor is None else _address(tensor, shape, dtype) for tensor in (*grad_sources, *later_grads))
+    _run("backward", shape, dtype, n, multiplier, (*addresses, *sources.addresses, *grads), 0.0)
 
 
 def situ(gate: Tensor, up: Tensor, result: Tensor, beta: float, linear_beta: float | None) -> None:
@@ -311,7 +312,7 @@ def situ(gate: Tensor, up: Tensor, result: Tensor, beta: float, linear_beta: flo
     shape, dtype = gate.shape, gate.dtype
     (gate_rows, gate_step), (up_rows, up_step) = _rows(gate, shape, dtype), _rows(up, shape, dtype)
     places = SiTU(gate_rows, up_rows, _address(result, shape, dtype), gate_step, up_step)
-    _run_rows("situ", shape, dtype, places, beta, linear_beta)
+    _run("situ", shape, dtype, 0, 0, places, beta, linear_beta or 0.0)  # to the loop, 0 is no `linear_beta`
 
 
 def situ_grads(
@@ -341,7 +342,7 @@ def situ_grads(
     (gate_rows, gate_step), (up_rows, up_step) = _rows(gate, shape, dtype), _rows(up, shape, dtype)
     grads = _address(grad, shape, dtype), _address(grad_gate, shape, dtype), _address(grad_up, shape, dtype)
     places = SiTUGrads(gate_rows, up_rows, *grads, gate_step, up_step)
-    _run_rows("situ grads", shape, dtype, places, beta, linear_beta)
+    _run("situ grads", shape, dtype, 0, 0, places, beta, linear_beta or 0.0)
 
 
 def kept_size(sources: int) -> int:
@@ -403,36 +404,27 @@ def _rows(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> tuple[int, i
     return _address(tensor[:1], (1, shape[1]), dtype), tensor.stride(0)
 
 
-def _run_rows(
-    loop: str, shape: torch.Size, dtype: torch.dtype, places: Sequence[int], beta: float, linear_beta: float | None
-) -> None:
-    """Run a loop over rows without sources. To the loop, a `linear_beta` of 0 is none."""
-    tokens = _tokens(shape)
-    call = Call(MAGIC, len(places), tokens, shape[-1], 0, 0, dtype.itemsize)
-    arguments = array("q", (*call, *places))
-    engine.run(loop, _chunks(tokens), arguments.buffer_info()[0], beta, linear_beta or 0.0, dtype.itemsize)
-
-
 def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"
 
 
 def _run(
     loop: str,
-    sources: CheckedSources,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    sources: int,
     number: int,
     addresses: Sequence[int],
-    per_source: Sequence[int],
-    eps: float,
-    norm_eps: float = 0.0,
+    first: float,
+    second: float = 0.0,
 ) -> None:
-    """Run a loop on the arguments that `layout` describes; `number` is `Call.number`."""
-    tokens, n, item = _tokens(sources.shape), len(sources.addresses), sources.dtype.itemsize
+    """Run a loop over the rows `[..., D]` on the arguments that `layout` describes; `number` is `Call.number`."""
+    tokens, item = _tokens(shape), dtype.itemsize
     # One array, because numba inspects the type of each argument, and for many that takes longer than the depth
     # attention of a token.
-    call = Call(MAGIC, len(addresses) + len(per_source), tokens, sources.shape[-1], n, number, item)
-    arguments = array("q", (*call, *addresses, *per_source))
-    engine.run(loop, _chunks(tokens), arguments.buffer_info()[0], eps, norm_eps, item)
+    call = Call(MAGIC, len(addresses), tokens, shape[-1], sources, number, item)
+    arguments = array("q", (*call, *addresses))
+    engine.run(loop, _chunks(tokens), arguments.buffer_info()[0], first, second, item)
 
 
 __all__ = [

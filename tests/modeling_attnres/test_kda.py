@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from attnres.accelerated import accelerate_delta_attention, delta_attention
+from attnres.accelerated import delta_attention
 from attnres.accelerated.delta_attention import chunk_kda, decayed_products
 
 # The function of `transformers`, before a fixture replaces it by the family's.
@@ -125,14 +125,6 @@ def test_the_model_uses_the_accelerated_form_and_does_not_change_kimi_linear(tin
     assert len(calls) == model.config.layer_types.count("linear_attention") == 2
     assert kimi_linear.KimiLinearDeltaAttention.forward is before
     assert UPSTREAM.__module__ == kimi_linear.__name__
-
-
-def test_the_layer_of_transformers_is_not_accelerated(tiny_config):
-    """Code that an earlier version saved beside weights uses this layer, and calls the acceleration for it."""
-    layer = kimi_linear.KimiLinearDeltaAttention(tiny_config(), 0)
-    before = dict(vars(layer))
-    accelerate_delta_attention(layer)
-    assert vars(layer).keys() == before.keys()
 
 
 @settings(deadline=None, max_examples=8)
