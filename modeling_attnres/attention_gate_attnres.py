@@ -85,7 +85,7 @@ class GatedAttention:
 class StandIn:
     """A view of a module with a function in the place of its child `name`."""
 
-    def __init__(self, module: nn.Module, name: str, function: Callable[[Tensor], Tensor]):
+    def __init__(self, module: object, name: str, function: Callable[[Tensor], Tensor]):
         vars(self).update({"_module": module, name: function})
 
     def __getattr__(self, name: str) -> Any:
@@ -124,7 +124,7 @@ def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
     Raises:
         ValueError: the backbone's attention has no such place, or a norm after it would undo the gate.
     """
-    attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
+    attention: Any = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     kinds = getattr(config, "layer_types", None)
     is_linear = bool(kinds) and kinds[layer.layer_idx] == "linear_attention"
     if not AttentionGate.is_on(config) or is_linear or isinstance(attention, GatedAttention):
@@ -184,7 +184,7 @@ def check_attention_gate(config: PreTrainedConfig) -> None:
         plan = {path: rule for path, rule in plan.items() if path.rsplit(".", 1)[0] not in owners}
     else:
         plan = plan | {f"{owner}.g_proj": "colwise" for owner in owners}
-    config.base_model_tp_plan = plan
+    config.base_model_tp_plan = plan  # pyrefly: ignore[read-only]  # the plan of the class stays as it is
 
 
 class AttentionGate(AttentionChange):

@@ -7,7 +7,7 @@ fields. `attn_res_switches_attnres` derives the ablations from it.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -179,7 +179,7 @@ class AttnRes(ResidualConnection):
         """Set the query to zero: uniform depth weights."""
         init.zeros_(self.weight)
 
-    def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor, DepthState]:
+    def forward(self, state: DepthState, norm_weight: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """Read in one step, without `coefficients` and `mix`, by the implementation that the configuration names.
 
         Args:
@@ -200,6 +200,7 @@ class AttnRes(ResidualConnection):
     def mix(self, state: DepthState, coefficients: Tensor) -> tuple[Tensor, DepthState]:
         """Compute `sum_i a_i s_i` `[batch, seq, hidden]`; see the base class."""
         sources = as_sources(state)
+        # pyrefly: ignore[bad-return]  # the embedding is always a source
         return sum(weight.unsqueeze(-1) * source for weight, source in zip(coefficients, sources)), sources
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:

@@ -90,7 +90,8 @@ class SwitchedAttnRes(AttnRes):
         if self.is_dynamic:
             self.weight = nn.Parameter(torch.zeros(config.hidden_size, config.hidden_size))
         if self.is_static:
-            self.weight, self.bias = None, nn.Parameter(torch.zeros(len(self.counts())))
+            self.register_parameter("weight", None)
+            self.bias = nn.Parameter(torch.zeros(len(self.counts())))
         if self.is_gated:
             self.gamma = nn.Parameter(torch.zeros(1))
 
@@ -245,6 +246,7 @@ class SwitchedAttnRes(AttnRes):
         """Compute the weighted sum of the sources `[batch, seq, hidden]`; see the base class."""
         factors, inverse = coefficients
         opened = self._open(state, inverse)
+        # pyrefly: ignore[bad-argument-type]  # the embedding is always a source
         return self._close(opened, sum(factor * source for factor, source in zip(factors, opened.sources)))
 
     def write(self, state: tuple[Tensor, ...], output: Tensor) -> tuple[Tensor, ...]:
@@ -288,7 +290,9 @@ class SwitchedAttnRes(AttnRes):
             inverse = None  # (sources, batch, seq, 1)
             if self.has_norm or self.norms_values:
                 inverse = torch.stack([inverse_rms(source, self.eps, dtype).unsqueeze(-1) for source in sources])
-            logits = self._logits(sources, inverse, previous, norm_weight, dtype)  # (sources, batch, seq, heads)
+            logits = self._logits(
+                sources, inverse if self.has_norm else None, previous, norm_weight, dtype
+            )  # (sources, batch, seq, heads)
             if self.is_sigmoid:
                 weights = factors = logits.sigmoid() * (2 if self.scale == "sum" else 1)
             else:
@@ -298,7 +302,7 @@ class SwitchedAttnRes(AttnRes):
                 factors = exp * (len(sources) / exp.sum(0)) if self.scale == "sum" else weights
             if self.heads > 1:
                 factors = factors.repeat_interleave(width // self.heads, dim=-1)
-            if self.norms_values:
+            if self.norms_values and inverse is not None:
                 factors = factors * inverse
             return weights.mean(-1), self.gamma.to(dtype) * factors if self.is_gated else factors
 
@@ -320,11 +324,12 @@ class SwitchedAttnRes(AttnRes):
                 )
             logits = self.bias.to(dtype).view(-1, *(1 for _ in shape)).expand(-1, *shape[:-1], 1)
         else:
-            query = F.linear(previous.to(dtype), self.weight.to(dtype)) if self.is_dynamic else self.weight[0].to(dtype)
-            if self.has_norm:
+            weight = self.weight.to(dtype)
+            query = weight[0] if previous is None else F.linear(previous.to(dtype), weight)
+            if norm_weight is not None:
                 query = query * norm_weight.to(dtype)
             logits = torch.stack([(query * source).unflatten(-1, (self.heads, -1)).sum(-1) for source in sources])
-            logits = logits * inverse if self.has_norm else logits
+            logits = logits if inverse is None else logits * inverse
         if self.temperature != 1:
             logits = logits / self.temperature
         if self.has_prior:
@@ -341,11 +346,11 @@ class SwitchedAttnRes(AttnRes):
     def _open(self, state: DepthState, inverse: Tensor | None) -> SwitchedState:
         """Unpack the tensors of a state, add the newest output to its normed block, and apply the window."""
         if not isinstance(state, tuple):  # the embedding
-            return SwitchedState((state,), None, state, state)
+            return SwitchedState((state,), None, state if self.is_gated else None, state if self.is_dynamic else None)
         sources, normed = list(state), None
         previous = sources.pop() if self.is_dynamic else None
         stream = sources.pop() if self.is_gated else None
-        if self.norms_blocks:
+        if inverse is not None:
             position = (self.sublayer - 1) % self.block_size  # of the newest output in its block
             # The first output of a block is its partial sum; a later one stands raw behind it.
             normed = (inverse * (sources.pop() if position else sources[-1])).to(sources[0].dtype)
@@ -362,10 +367,10 @@ class SwitchedAttnRes(AttnRes):
 
     def _close(self, opened: SwitchedState, attended: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the input `[batch, seq, hidden]` made of the attended sum, and the state as a tuple of tensors."""
-        inputs = opened.stream + attended if self.is_gated else attended
+        inputs = attended if opened.stream is None else opened.stream + attended
         inputs = inputs.to(dtypes_of(opened.sources)[0])
-        optional = (opened.normed is not None, opened.normed), (self.is_gated, opened.stream), (self.is_dynamic, inputs)
-        return inputs, (*opened.sources, *(tensor for is_kept, tensor in optional if is_kept))
+        optional = opened.normed, opened.stream, inputs if self.is_dynamic else None
+        return inputs, (*opened.sources, *(tensor for tensor in optional if tensor is not None))
 
 
 def _set_switches(config: PreTrainedConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import transformers
 from torch import nn
@@ -65,15 +66,18 @@ def models_on(backbone: str) -> dict[str, type[ResidualPreTrainedModel]]:
         ValueError: the backbone has no decoder, no language model, or no name of its layers' class.
     """
     config_class, backbone_config = config_on(backbone), CONFIG_MAPPING[backbone]
-    heads = {name: models[backbone_config] for name, models in _HEADS.items() if backbone_config in models}
+    heads: dict[str, Any] = {
+        name: models[backbone_config] for name, models in _HEADS.items() if backbone_config in models
+    }
     if backbone_config not in MODEL_MAPPING or "AutoModelForCausalLM" not in heads:
         raise ValueError(
             f"{backbone!r} must have a decoder and a language model: register their classes with `AutoModel` and "
             "`AutoModelForCausalLM`."
         )
-    model, causal_lm = MODEL_MAPPING[backbone_config], heads["AutoModelForCausalLM"]
+    model: Any = MODEL_MAPPING[backbone_config]
+    causal_lm = heads["AutoModelForCausalLM"]
     layer_class = _make(_layer_class(backbone, model), ResidualDecoderLayer)
-    shared = {"config_class": config_class, "_no_split_modules": [layer_class.__name__]}
+    shared: dict[str, Any] = {"config_class": config_class, "_no_split_modules": [layer_class.__name__]}
     model_class = _make(model, ResidualModel, layer_class=layer_class, **shared)
     shared |= {"model_class": model_class, "base_model_prefix": causal_lm.base_model_prefix}
     name = causal_lm.__name__.removesuffix("ForCausalLM")
@@ -127,7 +131,7 @@ def _adapt_experts_alike(backbone: str, model_type: str) -> None:
         table[model_type] = table.get(backbone, backbone)  # a model type without a line has names of its own
 
 
-def _exact(rule: object) -> object:
+def _exact(rule: Any) -> Any:
     """Escape the dots in a renaming's targets.
 
     On saving, `transformers` uses a target such as `.mlp.` as a regular expression, which matches `.mlp_res_proj` too.
@@ -151,7 +155,7 @@ def _language_model(backbone: str) -> str:
     """Return the name of a backbone's language model, without its import; an empty string if there is none."""
     name, models = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(backbone), _HEADS["AutoModelForCausalLM"]
     if name is None and CONFIG_MAPPING[backbone] in models:  # a decoder of another package
-        name = models[CONFIG_MAPPING[backbone]].__name__
+        name = models[CONFIG_MAPPING[backbone]].__name__  # pyrefly: ignore[missing-attribute]  # one class
     return name or ""
 
 

@@ -101,7 +101,7 @@ _SIZES = (
     "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim",
     "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "moe_intermediate_size",
 )  # fmt: skip
-_MAX_LAYERS, _MAX_DEPTH = 10_000, 100
+_MAX_LAYERS = 10_000
 _LARGEST = 3e38  # about the largest number of float32
 
 
@@ -142,9 +142,6 @@ class ResidualConfig(PreTrainedConfig):
         kwargs.pop("model_type", None)  # a backbone's checkpoint holds the backbone's model type
         # This comes first, because the backbone's class divides by these numbers and makes lists of that length.
         self.check_sizes()
-        for name, value in (vars(self) | kwargs).items():
-            if _depth(value) > _MAX_DEPTH:
-                raise ValueError(f"`{name}` contains itself, or is nested deeper than {_MAX_DEPTH} levels.")
         super().__post_init__(**kwargs)
         self.check_fields()
         self.validate()
@@ -283,19 +280,6 @@ def _leaves(path: str, name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
             yield from _leaves(path, name, item)
     else:
         yield path, name, value
-
-
-def _depth(value: Any) -> int:
-    """Return how deep dictionaries and lists are nested in a value, at most `_MAX_DEPTH + 1`."""
-    depth, level = 0, [value]
-    while depth <= _MAX_DEPTH:
-        # Visit each object once: nested lists that repeat one object can have more places than can be counted.
-        nested = {id(item): item for item in level if isinstance(item, dict | list | tuple)}
-        if not nested:
-            return depth
-        level = [v for item in nested.values() for v in (item.values() if isinstance(item, dict) else item)]
-        depth += 1
-    return depth
 
 
 for _declaring in (*CONNECTIONS.values(), *ATTENTION_CHANGES):

@@ -11,6 +11,8 @@ With `dca_window=k`, only the embedding and the last k outputs have weights of t
 summed, and the sum has one weight.
 """
 
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -103,18 +105,15 @@ class DCA(ResidualConnection):
                 "layers of this model cannot be moved, removed or added."
             )
         if coefficients is None:
-            return state, state
+            return states[0], state
         dtype = wide(states[-1])
         # The terms in the order of the standard residual, whose sum is rounded after each of them.
-        total = None
-        for source, bias, dynamic in zip(states, self.bias.to(dtype), coefficients):
-            term = (1 + bias + dynamic) * source
-            total = term if total is None else total + term
-        return total.to(states[-1].dtype), state
+        terms = ((1 + b + dynamic) * x for x, b, dynamic in zip(states, self.bias.to(dtype), coefficients))
+        return reduce(torch.add, terms).to(states[-1].dtype), state
 
     def write(self, state: DepthState, output: Tensor) -> tuple[Tensor, ...]:
         """Append an output `[batch, seq, hidden]`; with a window, sum the outputs that leave it."""
-        states = (*state, output) if isinstance(state, tuple) else (state, output)
+        states: tuple[Tensor, ...] = (*state, output) if isinstance(state, tuple) else (state, output)
         if self.window is not None and len(states) > self.window + 2:
             first, oldest, next_one, *others = states
             states = (first, oldest + next_one, *others)

@@ -19,7 +19,6 @@ from transformers.utils import can_return_tuple
 
 from .configuration_attnres import ResidualConfig, Sublayers
 from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
-from .experts_attnres import call_experts
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
@@ -35,8 +34,8 @@ def _add_connection(module: nn.Module, name: str, config: ResidualConfig, sublay
         module.add_module(f"{name}_norm", ResidualNorm(config.hidden_size))
 
 
-# A decoder layer has its backbone's class after the mixin, so a type checker sees what all modules have.
-_AnyLayer = nn.Module if TYPE_CHECKING else object
+# The backbone's class follows the mixins, so a type checker sees what all modules and models have.
+_AnyLayer, _AnyModel = (nn.Module, PreTrainedModel) if TYPE_CHECKING else (object, object)
 
 
 class ResidualDecoderLayer(_AnyLayer):
@@ -112,9 +111,8 @@ class ResidualDecoderLayer(_AnyLayer):
         if reader.last is not None and self.layer_idx > reader.last:
             return state  # the loops of some backbones, such as GPT-NeoX, run all layers
         # Not by `getattr`, which looks everywhere else first: in decoding, that is a good part of the time of a read.
-        modules = self._modules
-        if self.mixes_values:
-            state, first_values = _unpack_values(state)
+        modules: dict[str, Any] = self._modules
+        state, first_values = _unpack_values(state) if self.mixes_values else (state, None)
         for sublayer in self.sublayers:
             inputs, is_normed, state = reader.read(self, sublayer.name, state, sublayer.first)  # (batch, seq, hidden)
             outputs = []
@@ -123,7 +121,7 @@ class ResidualDecoderLayer(_AnyLayer):
                 for name in branch[is_normed:]:  # without the first module, if the read has applied that norm
                     module = modules[name]
                     if name not in ("attention", "self_attn"):
-                        output = call_experts(module, output) if "experts" in module._modules else module(output)
+                        output = module(output)
                     elif self.mixes_values:
                         output, *_, first_values = self.attend(module, output, first_values=first_values, **kwargs)
                     else:
@@ -176,7 +174,7 @@ class DepthReader:
         Raises:
             TypeError: an adapter wraps the connection or its norm.
         """
-        connection = owner._modules[f"{name}_proj"]
+        connection: Any = owner._modules[f"{name}_proj"]
         if self.plan is not None and not torch.compiler.is_compiling():
             return self.plan.read(connection, state)
         norm = getattr(owner, f"{name}_norm", None)
@@ -223,7 +221,8 @@ class ResidualModel(ResidualPreTrainedModel):
         config, sublayers = self.config, self.config.sublayers
         if not isinstance(getattr(self, "layers", None), nn.ModuleList):
             raise ValueError(f"the decoder of {config.backbone!r} does not keep its layers in `layers`.")
-        for i, layer in enumerate(self.layers):
+        layers: list[Any] = [*self.layers]
+        for i, layer in enumerate(layers):
             # The backbone's `__init__` makes its layers of a fixed class. To make them again would initialise all
             # weights twice, so only the class changes: the family's adds methods and, in `connect`, the connections.
             layer.__class__ = self.layer_class
@@ -246,9 +245,10 @@ class ResidualModel(ResidualPreTrainedModel):
         # The paged cache of continuous batching (`generate_batch`) keeps the requests in a row apart. Its borders of
         # keys are a dictionary, and include tokens in the cache.
         is_paged = arguments.get("write_index") is not None
-        if shape_of(arguments) is None or is_paged:
+        shape = shape_of(arguments)
+        if shape is None or is_paged:
             return arguments
-        arguments, documents = find_documents(arguments, self.makes_cache(arguments))
+        arguments, documents = find_documents(arguments, shape, self.makes_cache(arguments))
         if documents is None:
             return arguments
         if self.carries_state:
@@ -281,7 +281,7 @@ class ResidualModel(ResidualPreTrainedModel):
         Raises:
             ValueError: a layer cannot run at its place.
         """
-        layers = [*self.layers]
+        layers: list[Any] = [*self.layers]
         if not all(_is_at(layer, i) for i, layer in enumerate(layers)):
             foreign = next((layer for layer in layers if not hasattr(layer, "layer_idx")), None)
             if foreign is not None:
@@ -304,7 +304,8 @@ class ResidualModel(ResidualPreTrainedModel):
                 "`CheckpointImpl.NO_REENTRANT`, or call `model.gradient_checkpointing_enable()`."
             )
         number = min(self.config.num_hidden_layers, len(layers))
-        output, index = self._modules["output_attn_res_proj"], number * self.sublayers_per_layer
+        output: Any = self._modules["output_attn_res_proj"]
+        index = number * self.sublayers_per_layer
         if getattr(output, "sublayer", None) != index:
             _set_index(output, index)
         return number
@@ -344,6 +345,7 @@ class ResidualHead(ResidualPreTrainedModel):
     """Mixin of a backbone's model with a head, such as `LlamaForCausalLM`."""
 
     model_class: type[ResidualModel]
+    base_model: ResidualModel
 
     def __init__(self, config: ResidualConfig):
         config.check_fields()
@@ -382,6 +384,8 @@ class ResidualHead(ResidualPreTrainedModel):
 class ResidualLanguageModel(ResidualHead):
     """Mixin of a backbone's language model, such as `LlamaForCausalLM`."""
 
+    get_output_embeddings: Callable[[], nn.Linear]
+
     # With its name and signature: tools of `transformers` look for a `generate` that is not of `GenerationMixin`.
     @wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs) -> Any:
@@ -393,6 +397,7 @@ class ResidualLanguageModel(ResidualHead):
         config = self.base_model.config
         layers = config.num_hidden_layers
         try:
+            # pyrefly: ignore[not-callable]  # the backbone's model is a `GenerationMixin`
             return super().generate(*args, **kwargs)
         except ValueError as error:
             used = config.num_hidden_layers
@@ -407,7 +412,7 @@ class ResidualLanguageModel(ResidualHead):
             config.num_hidden_layers = layers
 
 
-class PooledByMask(GenericForSequenceClassification):
+class PooledByMask(GenericForSequenceClassification, _AnyModel):
     """Mixin of a sequence classifier that pools `inputs_embeds` at the last token that is not padding.
 
     `transformers` finds padding by token id. For `inputs_embeds` it pools the last position, which is padding in a row
@@ -434,7 +439,7 @@ class PooledByMask(GenericForSequenceClassification):
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
 
 
-def _pack_values(state: DepthState, first_values: Tensor) -> tuple[Any, ...]:
+def _pack_values(state: DepthState, first_values: Tensor | None) -> tuple[Any, ...]:
     """Return what goes from layer to layer: `V_1`, whether the depth state is a tuple, and its tensors.
 
     It is flat, because checkpointing of activations passes gradients only to tensors that are arguments and results.
@@ -451,12 +456,12 @@ def _unpack_values(packed: DepthState | tuple[Any, ...]) -> tuple[DepthState, Te
     return tuple(tensors) if is_tuple else tensors[0], first_values
 
 
-def _is_at(layer: nn.Module, index: int) -> bool:
+def _is_at(layer: Any, index: int) -> bool:
     """Return whether a layer, and its connections if it has some, have an index in the decoder."""
     return getattr(layer, "layer_idx", None) == index == getattr(layer, "connected_at", index)
 
 
-def _set_index(connection: nn.Module, sublayer: int) -> None:
+def _set_index(connection: Any, sublayer: int) -> None:
     """Set the index of a connection, and of the copies that an adapter holds of it."""
     for module in connection.modules():
         if isinstance(module, ResidualConnection):

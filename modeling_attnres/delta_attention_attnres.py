@@ -108,7 +108,13 @@ def chunk(
 
 
 def step(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, output_final_state: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the recurrence for one token; the shapes are those of [`chunk`]."""
     options = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": True}
@@ -149,7 +155,7 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         # Both states are `None` before the first token. (The oldest `transformers` has no `get_conv_state`.)
         conv_state = state = None
         if cache is not None and cache.has_previous_state(self.layer_idx):
-            states = cache.layers[self.layer_idx]
+            states: Any = cache.layers[self.layer_idx]
             conv_state, state = states.conv_states[0], states.recurrent_states[0]
         is_step = length == 1 and conv_state is not None and order is None
         if is_step:
@@ -163,7 +169,7 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         query, key, value = (part.view(heads) for part in mixed.transpose(1, 2).split(self.qkv_dim, dim=-1))
 
         g, beta = self.forget_gate(hidden_states), self.write_rate(hidden_states)
-        if order is not None:
+        if order is not None and rows.is_real is not None:
             # Padding neither forgets nor writes. (Zero inputs are not enough: their convolution sees real tokens.)
             is_padding = ~rows.is_real.unsqueeze(-1)
             g, beta = g.masked_fill(is_padding.unsqueeze(-1), 0), beta.masked_fill(is_padding, 0)
@@ -171,6 +177,7 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         recurrence = self.step if is_step else self.chunk
         output, state = recurrence(query, key, value, g, beta, state, cache is not None, **documents)
         if cache is not None:
+            # pyrefly: ignore[missing-attribute]  # asked for a state, the recurrence returns one
             cache.update_recurrent_state(state.float(), self.layer_idx)
 
         gate = self.output_gate(hidden_states).view(heads)

@@ -4,8 +4,10 @@ This file is only installed: it does not travel with weights.
 """
 
 import importlib
+import os
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,7 +18,7 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers import processing_utils
+from transformers import PreTrainedConfig, processing_utils
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from . import backbones_attnres
@@ -50,7 +52,7 @@ from .value_residual_attnres import value_residual_tensors
 _PEFT_TABLES = "peft.utils.constants"
 
 
-def add_backbone(model_type: str, sublayers: Sublayers) -> None:
+def add_backbone(model_type: str, sublayers: Sublayers | Callable[[PreTrainedConfig], Sublayers]) -> None:
     """Add another decoder of `transformers` to the family; `attnres_{model_type}` becomes a model type.
 
     Args:
@@ -90,6 +92,8 @@ class _PeftImport(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
+        if spec is None or spec.loader is None:  # a PEFT without these tables
+            return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -178,7 +182,7 @@ def _upload_with_card(model: ResidualPreTrainedModel, folder: str, repo: str, *a
 
 
 def _save_with_used_code(
-    config: ResidualConfig, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any
+    config: ResidualConfig, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any
 ) -> None:
     """Save a configuration as `transformers` does, with the code of the connection and the attention that it names."""
     transformers.PreTrainedConfig.save_pretrained(config, save_directory, **kwargs)
@@ -188,6 +192,7 @@ def _save_with_used_code(
 
 
 # As below: code that travels writes no files. A saved copy lists what it uses already.
+# pyrefly: ignore[bad-assignment]  # its other arguments go on to `transformers`
 ResidualConfig.save_pretrained = _save_with_used_code
 # `push_to_hub` calls this method, and has no other place for a card. It is set here, and not defined in the class,
 # because the class travels with weights and the cards do not.

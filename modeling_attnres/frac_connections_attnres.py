@@ -52,7 +52,8 @@ class FracConnections(ResidualConnection):
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
         self.parts, self.eps = config.frac_connections_parts, norm_eps(config)
-        self.static = self.weight = self.scale = None
+        for name in ("static", "weight", "scale"):
+            self.register_parameter(name, None)
         if sublayer < config.num_sublayers:
             rows = 2 * self.parts + 1
             self.static = nn.Parameter(torch.zeros(self.parts, rows))

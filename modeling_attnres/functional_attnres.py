@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -183,7 +184,7 @@ class _DepthAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, *arguments: Tensor | float | bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx, *arguments: Any) -> tuple[Tensor, Tensor]:
         # Not `(ctx, query, eps, is_sum, *sources)`: with two sources, `torch.compile` would mistake it for a signature
         # without `ctx`.
         query, eps, is_sum, *sources = arguments
@@ -209,6 +210,7 @@ class _DepthAttention(torch.autograd.Function):
         grad = torch.zeros_like(sources[0], dtype=query.dtype) if grad is None else grad
         with maybe_autocast(grad.device.type, enabled=False):
             if torch.is_grad_enabled():  # second derivatives are those of the reference
+                # pyrefly: ignore[bad-unpacking]  # three results only with `has_aux`
                 (result, _), derivative = torch.func.vjp(
                     lambda query, *sources: reference(query, sources, None, ctx.eps, ctx.is_sum), query, *sources
                 )

@@ -56,12 +56,13 @@ class GatedResidual(ResidualStreams):
     fields = field_defaults(GatedResidualFields)
     retrofit = {"residual_streams_start": "apart"}
     takes_norm = True
+    start: Tensor
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
         if self.is_output:  # unlike other connections with streams, it has tensors
             self.add_tensors(config)
-            self.weight = None
+            self.register_parameter("weight", None)
             self.reset_parameters()
 
     @classmethod

@@ -76,11 +76,11 @@ class HyperConnections(ResidualStreams):
     def add_tensors(self, config: PreTrainedConfig) -> None:
         """Register `static` and, if dynamic, `weight` and `scale`."""
         self.static = nn.Parameter(torch.zeros(self.streams, self.streams + 2))
+        for name in ("weight", "scale"):
+            self.register_parameter(name, None)
         if config.hyper_connections_dynamic:
             self.weight = nn.Parameter(torch.zeros(self.streams + 2, config.hidden_size))
             self.scale = nn.Parameter(torch.zeros(2))
-        else:
-            self.weight = self.scale = None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

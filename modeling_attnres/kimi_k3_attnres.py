@@ -14,7 +14,7 @@ The configuration is in `kimi_k3_configuration_attnres`, and the layout of a rel
 `@use_experts_implementation` is named here because `transformers` searches this file's text for it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, conversion_mapping
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.core_model_loading import WeightTransform
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.integrations import use_experts_implementation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import load_state_dict
@@ -105,6 +105,7 @@ class _SiTU(torch.autograd.Function):
         if accelerated is not None and not torch.is_grad_enabled():
             grads = accelerated.situ_grads(gate, up, grad, *ctx.betas)
         if grads is None:
+            # pyrefly: ignore[bad-unpacking]  # three results only with `has_aux`
             _, derivative = torch.func.vjp(lambda gate, up: _plain_situ(gate, up, *ctx.betas), gate, up)
             grads = derivative(grad)
         return *grads, None, None
@@ -120,7 +121,9 @@ class KimiK3Activation(nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute `[..., width]` for gate and up projection of that shape."""
-        return situ(gate, up, self.beta, self.linear_beta) if self.of_gate is None else self.of_gate(gate) * up
+        if self.of_gate is not None:
+            return self.of_gate(gate) * up
+        return situ(gate, up, self.beta, self.linear_beta)  # pyrefly: ignore[bad-argument-type]  # SiTU has a bound
 
 
 def _for_kimi_linear(config: AttnResKimiK3Config) -> AttnResKimiK3Config:
@@ -244,13 +247,13 @@ class KimiK3MoE(kimi_linear.KimiLinearMoE):
         self.experts = KimiK3Experts(config)
         width, latent = config.hidden_size, config.routed_expert_hidden_size
         self.is_latent = latent is not None
-        if self.is_latent:
+        if latent is not None:
             self.routed_expert_down_proj = nn.Linear(width, latent, bias=False)
             self.routed_expert_norm = None
             if config.latent_moe_use_norm:
                 self.routed_expert_norm = kimi_linear.KimiLinearRMSNorm(latent, config.rms_norm_eps)
             self.routed_expert_up_proj = nn.Linear(latent, width, bias=False)
-        self.shared_experts = None
+        self.shared_experts = None  # pyrefly: ignore[bad-assignment]  # Kimi Linear always has some
         if config.n_shared_experts:
             self.shared_experts = KimiK3MLP(config, config.moe_intermediate_size * config.n_shared_experts)
 
@@ -305,7 +308,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
             init.zeros_(module.A_log)
 
     @property
-    def _weight_conversions(self) -> list[WeightTransform]:
+    def _weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
         """Rules that `save_pretrained` of `transformers` applies in reverse.
 
         The name is private, but the only place where a model can say in which layout it is to be saved.
@@ -313,13 +316,13 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
         return layout_rules(self.config, is_decoder=isinstance(self, AttnResKimiK3Model))
 
     @_weight_conversions.setter
-    def _weight_conversions(self, rules: list[WeightTransform]) -> None:
+    def _weight_conversions(self, rules: list[WeightConverter | WeightRenaming]) -> None:
         """Ignore the rules by which `transformers` has loaded: they lack those for names that were right already."""
 
     @staticmethod
     def _load_pretrained_model(
-        model: PreTrainedModel,
-        state_dict: Mapping[str, Any] | None,
+        model: "AttnResKimiK3PreTrainedModel",
+        state_dict: dict[str, Any] | None,
         checkpoint_files: list[str] | None,
         *args: Any,
         **kwargs: Any,

@@ -132,7 +132,7 @@ class AttnResKimiK3Config(AttnResConfig):
     q_lora_rank: int | None = 1536
     n_shared_experts: int | None = 2
     routed_scaling_factor: float = 1.0
-    num_experts_per_tok: int | None = 16
+    num_experts_per_tok: int = 16
     linear_num_heads: int = 96
 
     num_key_value_heads: int | None = None
@@ -226,10 +226,11 @@ class AttnResKimiK3Config(AttnResConfig):
         self._check_dense_layers()
         if self.layer_types is None:
             last = self.num_hidden_layers - 1
-            self.layer_types = [
+            self.layer_types = [  # pyrefly: ignore[attribute-assign-on-never]  # not set yet
                 "full_attention" if i % 4 == 3 or i == last else "linear_attention" for i in range(last + 1)
             ]
         if self.mlp_layer_types is None:
+            # pyrefly: ignore[attribute-assign-on-never]  # not set yet
             self.mlp_layer_types = self._released_mlp_types()
         for name in _OF_SITU:
             # The default bounds belong to SiTU. `check_fields` refuses any other bound beside another activation.
@@ -318,7 +319,8 @@ class AttnResKimiK3Config(AttnResConfig):
     def check_sizes(self) -> None:
         """Check the sizes that tensors are made of; see the base class."""
         if self.qk_rope_head_dim == 0:
-            self.head_dim = None  # the size that rotary embeddings would have
+            # It is the size that rotary embeddings would have.
+            self.head_dim = None  # pyrefly: ignore[bad-assignment]  # Kimi Linear always has some
         super().check_sizes()
 
     def check_fields(self) -> None:
@@ -454,11 +456,12 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
     """
     # No release has a classifier, so it keeps its own name.
     classifiers = [name for name in fields.get("architectures") or () if name.endswith("Classification")]
-    text = {"model_type": config.backbone, "architectures": classifiers or ["KimiLinearForCausalLM"]}
-    linear = text[_LINEAR] = {
+    text: dict[str, Any] = {"model_type": config.backbone, "architectures": classifiers or ["KimiLinearForCausalLM"]}
+    linear: dict[str, Any] = {
         name: [i + 1 for i, of_layer in enumerate(config.layer_types) if of_layer == kind]
         for name, kind in _LAYER_LISTS.items()
     }
+    text[_LINEAR] = linear
     for field in _FIELDS:
         value = getattr(config, field.name)
         if value is not None or field.null is None:

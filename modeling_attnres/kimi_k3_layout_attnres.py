@@ -20,7 +20,6 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
-    WeightTransform,
 )
 
 from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
@@ -130,12 +129,13 @@ def released_shapes(config: AttnResKimiK3Config) -> dict[str, tuple[int, ...]]:
     kda_width, nope, rope = kda_heads * kda_dim, config.qk_nope_head_dim, config.qk_rope_head_dim
     value_width, kv_rank, q_rank = heads * config.v_head_dim, config.kv_lora_rank, config.q_lora_rank
     latent, expert_width = config.routed_expert_hidden_size or hidden, config.moe_intermediate_size
+    experts = config.num_local_experts or 0
 
     def mlp(owner: str, width: int) -> dict[str, tuple[int, ...]]:
         shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
         return {f"{owner}.{name}.weight": shape for name, shape in shapes.items()}
 
-    shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     has_res = config.residual_connection == "attn_res"
     for i, (attention, kind) in enumerate(zip(config.layer_types, config.mlp_layer_types)):
         layer, owner = f"model.layers.{i}.", f"model.layers.{i}.self_attn."
@@ -174,15 +174,15 @@ def released_shapes(config: AttnResKimiK3Config) -> dict[str, tuple[int, ...]]:
             shapes |= mlp(f"{layer}mlp", config.intermediate_size)
             continue
         moe = f"{layer}block_sparse_moe."
-        shapes[f"{moe}gate.weight"] = (config.num_local_experts, hidden)
-        shapes[f"{moe}gate.e_score_correction_bias"] = (config.num_local_experts,)
+        shapes[f"{moe}gate.weight"] = (experts, hidden)
+        shapes[f"{moe}gate.e_score_correction_bias"] = (experts,)
         if config.routed_expert_hidden_size is not None:
             shapes[f"{moe}routed_expert_down_proj.weight"] = (latent, hidden)
             shapes |= {f"{moe}routed_expert_norm.weight": (latent,)} if config.latent_moe_use_norm else {}
             shapes[f"{moe}routed_expert_up_proj.weight"] = (hidden, latent)
         if config.n_shared_experts:
             shapes |= mlp(f"{moe}shared_experts", expert_width * config.n_shared_experts)
-        for expert in range(config.num_local_experts):
+        for expert in range(experts):
             for name in _EXPERT_WEIGHTS:
                 shape = (latent, expert_width) if name == "w2" else (expert_width, latent)
                 shapes[f"{moe}experts.{expert}.{name}.weight"] = shape
@@ -440,14 +440,16 @@ class _PaddedHeads(ConversionOps):
         return _LiveHeads()
 
 
-def layout_rules(config: AttnResKimiK3Config | None = None, is_decoder: bool = False) -> list[WeightTransform]:
+def layout_rules(
+    config: AttnResKimiK3Config | None = None, is_decoder: bool = False
+) -> list[WeightConverter | WeightRenaming]:
     """Return the rules from released names to the model's.
 
     Args:
         config: the configuration of a model to save; `None` for the rules of loading, which take every layout.
         is_decoder: whether the model to save is the decoder without a head.
     """
-    rules: list[WeightTransform] = []
+    rules: list[WeightConverter | WeightRenaming] = []
     is_composite = config is None or config.checkpoint_layout == COMPOSITE
     if is_decoder:
         rules.append(WeightRenaming(r"^language_model\.model\." if is_composite else r"^model\.", "^"))

@@ -1,7 +1,7 @@
 """Configuration of the family on Kimi Linear, which refuses the fields of Kimi K3."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import KimiLinearConfig
 
@@ -39,6 +39,13 @@ class AttnResConfig(ResidualConfig, KimiLinearConfig):
 
     model_type = "attnres"
     backbone = "kimi_linear"
+    if TYPE_CHECKING:  # set in every configuration
+        layer_types: list[str]
+        mlp_layer_types: list[str]
+        num_experts_per_tok: int
+        topk_group: int
+        num_labels: int
+        v_head_dim: int
 
     def __post_init__(self, **kwargs):
         self.check_file({"hidden_act": self.hidden_act} | kwargs)

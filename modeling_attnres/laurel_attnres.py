@@ -98,11 +98,11 @@ class LAuReL(ResidualConnection):
             init.copy_(self.down, start)
             init.zeros_(self.up)
 
-    def coefficients(self, state: Tensor, norm: None = None) -> tuple[Tensor, Tensor] | None:
+    def coefficients(self, state: Tensor, norm: None = None) -> tuple[Tensor, ...] | None:
         """Compute `a` and `b`, each `[1]`; `None` if they are 1."""
         return None if self.weights is None else (2 * self.weights.to(wide(state)).softmax(0)).split(1)
 
-    def mix(self, state: Tensor, coefficients: tuple[Tensor, Tensor] | None) -> tuple[Tensor, DepthState]:
+    def mix(self, state: Tensor, coefficients: tuple[Tensor, ...] | None) -> tuple[Tensor, DepthState]:
         """Return the stream as input; and as state the stream, its part of the write's result, and `a`.
 
         The read computes this part, because engines that shard or offload a module hold its tensors only while it is

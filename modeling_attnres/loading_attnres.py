@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
 from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
@@ -56,7 +56,7 @@ def put_back_changed(config: PreTrainedConfig, built_with: Mapping[str, Any]) ->
     warnings.warn(message, FamilyWarning, stacklevel=3)
 
 
-def check_added(model: nn.Module, added: dict, missing: Collection[str], source: str | os.PathLike) -> None:
+def check_added(model: PreTrainedModel, added: dict, missing: Collection[str], source: str | os.PathLike) -> None:
     """Raise if a checkpoint holds only some of the tensors that are added to a backbone, or values that are not finite.
 
     Args:
@@ -162,7 +162,7 @@ def stored_fields(source: str | os.PathLike, **options: Any) -> dict[str, Any]:
 
 
 def warn_of_change(
-    model: nn.Module, stored: Mapping[str, Any], source: str | os.PathLike, info: Mapping[str, Collection[str]]
+    model: PreTrainedModel, stored: Mapping[str, Any], source: str | os.PathLike, info: Mapping[str, Collection[str]]
 ) -> None:
     """Warn if a model has other fields than its checkpoint, so that it computes another function.
 
@@ -172,7 +172,7 @@ def warn_of_change(
         source: the checkpoint, for the message.
         info: the loading info of `from_pretrained`, of which missing and unexpected keys are read.
     """
-    config = model.config
+    config: Any = model.config
     if stored.get("model_type") != config.model_type:
         _warn_of_start(config, source)
         return  # a backbone's checkpoint has no tensors of connections
@@ -220,7 +220,7 @@ def _warn_of_start(config: Any, source: str | os.PathLike) -> None:
         warnings.warn(message, FamilyWarning, stacklevel=4)
 
 
-def _is_standard(model: nn.Module, stored: Mapping[str, Any], unexpected: Collection[str]) -> bool:
+def _is_standard(model: PreTrainedModel, stored: Mapping[str, Any], unexpected: Collection[str]) -> bool:
     """Return whether the model is the standard decoder, both as it is and with the fields of its checkpoint.
 
     Args:
@@ -243,7 +243,7 @@ def _is_standard(model: nn.Module, stored: Mapping[str, Any], unexpected: Collec
 
 
 @contextmanager
-def explain_broken_shard(source: str | os.PathLike, subfolder: str = "") -> Iterator[None]:
+def explain_broken_shard(source: str | os.PathLike, subfolder: str = "") -> Generator[None]:
     """Replace errors of a damaged shard, which name no file, by an OSError that names the file in `source`."""
     try:
         yield

@@ -32,6 +32,7 @@ class MHCLite(ProjectedStreams):
     reference = "arXiv 2601.05732"
     measured = {"step": "1.19"}
     title = "mHC-lite"
+    permutations: Tensor
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:

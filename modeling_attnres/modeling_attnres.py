@@ -47,9 +47,10 @@ class AttnResDecoderLayer(ResidualDecoderLayer, kimi_linear.KimiLinearDecoderLay
             # Kimi Linear's layer makes its delta attention of a fixed class. The family's class adds methods but no
             # tensors, so only the class changes: a new module would draw its start a second time. (Kimi K3's layer has
             # made the right class already.)
-            self.self_attn.__class__ = self.delta_attention_class
+            attention: Any = self.self_attn
+            attention.__class__ = self.delta_attention_class
             if accelerated is not None:
-                accelerated.accelerate_delta_attention(self.self_attn)
+                accelerated.accelerate_delta_attention(attention)
 
     def attend(
         self, attention: nn.Module, hidden_states: Tensor, rows: Rows | None = None, **kwargs
@@ -186,10 +187,10 @@ if accelerated is None and not torch.accelerator.is_available() and any(map(find
 
 # `transformers` reads the published layout of Kimi Linear, but writes a dense MLP as `block_sparse_moe`. On saving,
 # renamings are applied in reverse, so these come last and restore the published name. On loading, both names load.
-_LAYOUT = [
+_LAYOUT: list[Any] = [
     conversion_mapping.WeightRenaming(rf"\.mlp\.{part}\.", rf"\.block_sparse_moe\.{part}\.")
     for part in ("gate_proj", "up_proj", "down_proj")
 ]
-_LAYOUT += conversion_mapping.get_checkpoint_conversion_mapping("kimi_linear")
+_LAYOUT += conversion_mapping.get_checkpoint_conversion_mapping("kimi_linear") or []
 # `overwrite`: beside an installed `attnres`, remote code registers the same mapping a second time.
 conversion_mapping.register_checkpoint_conversion_mapping(AttnResConfig.model_type, _LAYOUT, overwrite=True)

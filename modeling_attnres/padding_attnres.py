@@ -86,13 +86,14 @@ def read_rows(
         raise ValueError(f"`position_ids` must be [batch, seq], but have the shape {list(positions.shape)}.")
     # In every pass, because another one may fill the cache again without a mask over pairs.
     _cut_note(cache)
-    arguments, documents = find_documents(arguments, makes_cache)
+    arguments, documents = find_documents(arguments, shape, makes_cache)
     mask = arguments.get("attention_mask")
     # A mask for each kind of layer, or one for all.
     linear_mask = mask.get("linear_attention") if isinstance(mask, Mapping) else mask
-    is_square = isinstance(linear_mask, Tensor) and linear_mask.ndim == 4
-    if is_square:
-        arguments, documents, is_real = _apply_square_mask(arguments, config, dtype, documents, linear_mask)
+    square_mask = linear_mask if isinstance(linear_mask, Tensor) and linear_mask.ndim == 4 else None
+    if square_mask is not None:
+        is_real, by_mask = read_square_mask(square_mask, shape[1], _padding_in(cache, square_mask))
+        arguments, documents = _apply_square_mask(arguments, config, dtype, documents, by_mask), by_mask
     else:
         arguments, is_real = _apply_padding_mask(arguments, linear_mask, shape[1])
         if documents is None and mask is not None and positions is not None and shape[1] > 1:
@@ -103,7 +104,7 @@ def read_rows(
         documents = documents.int()  # as kernels take it
     if is_real is None:
         return arguments, Rows(documents, _borders(documents))
-    if is_square:
+    if square_mask is not None:
         arguments = _note_padding(arguments, config, is_real, makes_cache)
     has_state = cache is not None and cache.has_previous_state(layer_idx)
     if not _must_skip(is_real, cache is not None or makes_cache, has_state):
@@ -294,16 +295,14 @@ def _note_padding(arguments: Arguments, config: Any, is_real: Tensor, makes_cach
 
 
 def _apply_square_mask(
-    arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, square_mask: Tensor
-) -> tuple[Arguments, Tensor | None, Tensor | None]:
-    """Read padding and documents from a mask over pairs of tokens `[batch, heads, seq, tokens]`.
+    arguments: Arguments, config: Any, dtype: torch.dtype, documents: Tensor | None, by_mask: Tensor | None
+) -> Arguments:
+    """Return the arguments with a mask over pairs of tokens for full attention alone.
 
-    Returns:
-        The arguments, in which full attention keeps the mask; the number of each token's document; and which tokens are
-        real. The last two are `[batch, seq]` or `None`, as in [`read_square_mask`].
+    Raises:
+        ValueError: the documents by other arguments and those by the mask, `[batch, seq]` or `None`, differ.
     """
-    cache, mask, length = cache_of(arguments), arguments["attention_mask"], shape_of(arguments)[1]
-    is_real, by_mask = read_square_mask(square_mask, length, _padding_in(cache, square_mask))
+    mask = arguments["attention_mask"]
     # Documents found by other arguments must agree with the mask, which full attention applies as it is.
     if documents is not None and (by_mask is None or not torch.equal(documents, by_mask)):
         raise ValueError(
@@ -315,7 +314,7 @@ def _apply_square_mask(
         # The eager attention of `transformers` adds the mask to the scores.
         full = torch.zeros_like(full, dtype=dtype).masked_fill(~full, torch.finfo(dtype).min)
     masks = {"full_attention": full, "linear_attention": None}
-    return arguments | {"attention_mask": masks}, by_mask, is_real
+    return arguments | {"attention_mask": masks}
 
 
 def documents_under_mask(positions: Tensor, is_real: Tensor) -> Tensor | None:

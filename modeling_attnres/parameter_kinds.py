@@ -18,6 +18,7 @@ def parameters_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """
     kinds = {"matrices": [], "others": [], "vectors": [], "residual": []}
     residual = {id(parameter) for parameter in residual_tensors(model).values()}
+    # pyrefly: ignore[not-callable]  # PEFT's wrapper has the method
     unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model  # without PEFT's wrapper
     decoder = {id(parameter) for parameter in getattr(unwrapped, "base_model", unwrapped).parameters()}
     seen = set()  # tied parameters appear in several modules

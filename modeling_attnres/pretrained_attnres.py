@@ -56,6 +56,11 @@ class ResidualPreTrainedModel(_AnyModel):
     """Mixin of a backbone's `PreTrainedModel`: loading, saving, dtypes, and records of hidden states."""
 
     config: ResidualConfig
+    config_class: type[ResidualConfig]
+    base_model: "ResidualPreTrainedModel"  # the decoder
+    built_with: dict[str, Any]  # what the decoder's connections were made with, from [`added_fields`]
+    argument_names: tuple[str, ...]  # names of the positional arguments of `forward`
+    get_input_embeddings: Callable[[], nn.Embedding]
     auto_classes: dict[str, str]  # Auto class -> name of the model class, in the same file
 
     def __init_subclass__(cls, **kwargs) -> None:
@@ -171,6 +176,7 @@ class ResidualPreTrainedModel(_AnyModel):
             )
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_source(source), explain_broken_shard(source, kwargs.get("subfolder", "")):
+            # pyrefly: ignore[not-iterable]  # with `output_loading_info`
             model, info = super().from_pretrained(source, *args, **kwargs)
         loads, tensors = [(source, info)], added_by_kind(model)
         loaded = vars(model).pop("_loaded", None)
@@ -204,7 +210,7 @@ class ResidualPreTrainedModel(_AnyModel):
 
         The name is private, but only there are the files known, which may have been downloaded.
         """
-        if state_dict is None and len(checkpoint_files or ()) > 1:
+        if state_dict is None and checkpoint_files and len(checkpoint_files) > 1:
             check_files({Path(file).name: names_in(file, load_config.weights_only) for file in checkpoint_files})
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
 
@@ -215,7 +221,7 @@ class ResidualPreTrainedModel(_AnyModel):
         The name is private, but nothing else shows what was loaded where an adapter is loaded next.
         """
         loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
-        model._loaded = loading_info.to_dict(), added_by_kind(model)
+        vars(model)["_loaded"] = loading_info.to_dict(), added_by_kind(model)
         return loading_info
 
     def save_pretrained(self, save_directory: str | Path, *args, **kwargs):

@@ -11,7 +11,7 @@ their checks, the meaning of the state. No other code names a connection.
 
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from copy import copy
 from inspect import signature
@@ -56,7 +56,7 @@ def require_value(name: str, value: Any, condition: bool, allowed: str) -> None:
 
 
 @contextmanager
-def explain_source(source: str | os.PathLike | None) -> Iterator[None]:
+def explain_source(source: str | os.PathLike | None) -> Generator[None]:
     """Put the name of a model before the message of a `ValueError` that the block raises.
 
     Args:
@@ -74,7 +74,7 @@ def explain_source(source: str | os.PathLike | None) -> Iterator[None]:
         raise ValueError(f"{source}: {error}") from error
 
 
-def one_of(values: Iterable[str]) -> str:
+def one_of(values: Iterable[object]) -> str:
     """Return the values in words: "one of 'a', 'b'"."""
     return "one of " + ", ".join(map(repr, values))
 

@@ -13,7 +13,7 @@ Here a save has three steps, and a kill at any file call loses neither model:
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -35,7 +35,7 @@ _PART = r"-(\d{5}-of-\d{5}|residual(-\d+)?)"
 
 
 @contextmanager
-def saved_whole(folder: str | os.PathLike, variant: str | None = None) -> Iterator[str]:
+def saved_whole(folder: str | os.PathLike, variant: str | None = None) -> Generator[str]:
     """Make a stage to save a model into, and replace the weights in `folder` by it when the block ends.
 
     If the block fails, `folder` stays as it was. Files that are not weights of this `variant` stay in any case, except
@@ -68,7 +68,7 @@ def saved_whole(folder: str | os.PathLike, variant: str | None = None) -> Iterat
 
 
 @contextmanager
-def stage_in(folder: Path) -> Iterator[str]:
+def stage_in(folder: str | os.PathLike) -> Generator[str]:
     """Make a new folder in `folder` that belongs to this call alone, and remove it when the block ends.
 
     The stages of processes that were killed are removed first.
@@ -163,15 +163,15 @@ def _exchange(folder: Path) -> None:
 
 def _is_whole(folder: Path) -> bool:
     """Return whether a folder is a finished stage with a whole model in it."""
-    return folder.is_dir() and not folder.is_symlink() and _variant(folder) is not False
+    return folder.is_dir() and not folder.is_symlink() and _variant(folder) is not None
 
 
-def _variant(whole: Path) -> str | bool | None:
-    """Return the variant of the model in `.saved-whole`, by the name of its entry; False without an entry."""
+def _variant(whole: Path) -> str | None:
+    """Return the variant of the model in `.saved-whole`, often empty, by its entry's name; `None` without an entry."""
     try:
         names = {path.name for path in whole.iterdir()}
     except FileNotFoundError:  # another process has just completed the exchange
-        return False
+        return None
     # The index first: the parts of a variant look like the single file of another variant.
     for pattern in (
         r"(?:model\.safetensors|pytorch_model\.bin)\.index(?:\.(.+))?\.json",
@@ -179,8 +179,8 @@ def _variant(whole: Path) -> str | bool | None:
     ):
         for name in sorted(names):
             if match := re.fullmatch(pattern, name):
-                return match[match.lastindex] if match.lastindex else None
-    return False
+                return match[match.lastindex] if match.lastindex else ""
+    return None
 
 
 def _entries(folder: Path, variant: str | None) -> set[str]:
@@ -211,7 +211,7 @@ def _weight_files(folder: Path, variant: str | None) -> set[str]:
     return weights
 
 
-def _forms(variant: str | None) -> list[tuple[str, str]]:
+def _forms(variant: str | None) -> list[tuple[str, ...]]:
     """Return the names in `_FORMS` for a variant."""
     return [tuple(name.format(variant=f".{variant}" if variant else "") for name in form) for form in _FORMS]
 
@@ -231,7 +231,7 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path, wait: bool = True) -> Iterator[bool]:
+def _locked(folder: Path, wait: bool = True) -> Generator[bool]:
     """Lock `folder` against other processes and threads; the system frees the lock of a process that is killed.
 
     The lock is on the folder itself: a lock file could be uploaded with the model.

@@ -19,6 +19,7 @@ the stream is the standard one times `(1 + l)^(-1/2)`, so a norm's epsilon acts 
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +163,7 @@ class Scaled(ResidualConnection):
             return None
         return (alpha, beta) if self.shift is None else (alpha, beta, alpha * self.shift.to(dtype))
 
-    def mix(self, state: Tensor, coefficients: tuple[Tensor | float, ...] | None) -> tuple[Tensor, DepthState]:
+    def mix(self, state: Tensor, coefficients: tuple[Tensor | float, ...] | None) -> tuple[Tensor, Any]:
         """Return the stream as input, and with the factors of the write as state.
 
         The read computes these factors, because engines that shard or offload a module hold its tensors only while it

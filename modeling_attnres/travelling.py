@@ -7,6 +7,7 @@ registry `connections_attnres` does. So the saved copy gets a registry of its ow
 import re
 import sys
 import warnings
+from inspect import getfile
 from pathlib import Path
 
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -36,7 +37,7 @@ def write_used_code(config: ResidualConfig, folder: Path) -> None:
         folder: an existing folder.
     """
     # Kimi K3 declares the gate's fields whether it has a gate or not.
-    needed = {Path(file).stem for file in get_relative_import_files(sys.modules[type(config).__module__].__file__)}
+    needed = {Path(file).stem for file in get_relative_import_files(getfile(type(config)))}
     changes = [c for c in ATTENTION_CHANGES if c.is_on(config) or c.__module__.rpartition(".")[2] in needed]
     connection = config.connection
     for used in (connection, *changes):
@@ -66,7 +67,7 @@ def _code_of(used: type) -> dict[str, str]:
     if source is None or used.__module__ == "__main__":
         problem = "it is defined in a notebook or script"
     texts: dict[str, str] = {}
-    waiting = [] if problem else [Path(source)]
+    waiting = [Path(source)] if source and not problem else []
     while waiting:
         path = waiting.pop()
         # The registry imports a class by its module, which may be a package.

@@ -100,8 +100,8 @@ class MixedValues:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle looks up classes by name in a module, but this class is made at run time.
-        is_gated = issubclass(self.unmixed, GatedAttention)
-        return _empty, (self.unmixed.ungated if is_gated else self.unmixed, is_gated), vars(self)
+        backbone = self.unmixed.ungated if issubclass(self.unmixed, GatedAttention) else self.unmixed
+        return _empty, (backbone, backbone is not self.unmixed), vars(self)
 
 
 @cache
@@ -115,7 +115,7 @@ def _empty(backbone: type[nn.Module], is_gated: bool) -> nn.Module:
     return object.__new__(_mixed(gated_class(backbone) if is_gated else backbone))
 
 
-def add_value_residual(layer: nn.Module, config: PreTrainedConfig) -> None:
+def add_value_residual(layer: Any, config: PreTrainedConfig) -> None:
     """Mix the values of a decoder layer's attention, if `value_residual` is set.
 
     Args:
@@ -125,7 +125,7 @@ def add_value_residual(layer: nn.Module, config: PreTrainedConfig) -> None:
     Raises:
         ValueError: the backbone's attention has no separate projection to values, and no latent.
     """
-    attention = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
+    attention: Any = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
     layer.mixes_values = ValueResiduals.is_on(config)
     if not layer.mixes_values or isinstance(attention, MixedValues):
         return
@@ -165,7 +165,8 @@ def check_value_residual(config: PreTrainedConfig) -> None:
     owners = [path.rsplit(".", 1)[0] for path in plan if path.endswith(".v_proj")]
     # Each process has some heads, so its gradient of a coefficient is a part of the sum.
     added = dict.fromkeys((f"{owner}.value_residual" for owner in owners), "replicated_with_grad_allreduce")
-    config.base_model_tp_plan = plan | added if plan else config.base_model_tp_plan
+    if plan:
+        config.base_model_tp_plan = plan | added  # pyrefly: ignore[read-only]  # the plan of the class stays as it is
 
 
 class ValueResiduals(AttentionChange):

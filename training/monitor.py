@@ -271,7 +271,7 @@ class Monitor(LoggedCallback):
             if mask is not None:  # with a mask, positions that restart do not begin a document
                 rows["attention_mask"] = torch.ones_like(ids)
         is_marked = mask is None and "position_ids" in rows  # the positions mark the documents
-        documents = None if is_marked else documents_by_signs({**self._arguments, "input_ids": ids}, makes_cache=False)
+        documents = None if is_marked else documents_by_signs(self._arguments, tuple(ids.shape), makes_cache=False)
         if documents is not None:
             rows["seq_idx"] = documents
         rows = {name: row[0] for name, row in rows.items()}

@@ -139,17 +139,6 @@ def test_a_saved_configuration_reads_back_equal(tiny_config, tmp_path):
     assert read.to_diff_dict() == config.to_diff_dict()
 
 
-def test_a_value_that_contains_itself_is_named(tiny_config):
-    nested: dict = {"a": 1}
-    nested["self"] = [nested]
-    with pytest.raises(ValueError, match="`extra` contains itself, or is nested deeper than 100 levels"):
-        tiny_config(extra=nested)
-    shared: list = [1]
-    for _ in range(60):
-        shared = [shared] * 9  # 61 lists at 9 ** 60 places
-    assert tiny_config(extra=shared).extra is shared
-
-
 @pytest.mark.parametrize(("field", "value"), [("num_attention_heads", 0), ("num_hidden_layers", 10**6)])
 def test_wrong_sizes_of_another_backbone_are_refused(field, value):
     with pytest.raises(ValueError, match=f"`{field}` is {value}, but must be an integer"):

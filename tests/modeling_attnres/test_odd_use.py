@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres.attn_res_attnres import AttnRes
-from attnres.configuration import load
 from attnres.functional_attnres import DEPTH_ATTENTION
 from attnres.residual_attnres import residual_tensors
 
@@ -406,31 +405,3 @@ def test_an_unknown_implementation_is_refused_in_one_line(backbones, tmp_path, v
         with pytest.raises(ValueError, match="must be one of 'auto', 'eager'") as error:
             build_it(depth_attention_implementation=value)
         assert f"`depth_attention_implementation` is {value!r}" in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["attnres-tiny", "attnres-k3-tiny"])
-@pytest.mark.parametrize(
-    ("fields", "dtype"),
-    [
-        ({"moe_intermediate_size": 30}, torch.float32),
-        ({"moe_intermediate_size": 36}, torch.bfloat16),
-        ({}, torch.double),
-    ],
-    ids=["float32", "bfloat16", "float64"],
-)
-def test_experts_that_the_default_product_does_not_take_are_named_with_the_remedy(name, fields, dtype):
-    config = load(name, vocab_size=64, num_hidden_layers=4, **fields)
-    model, ids = AutoModelForCausalLM.from_config(config).to(dtype), torch.tensor([[5, 6, 7]])
-    with pytest.raises(ValueError, match=rf"the experts' weights of shape .* {dtype} .*experts_implementation='eager'"):
-        model(ids)
-    model.set_experts_implementation("eager")
-    assert model(ids).logits.dtype == dtype
-
-
-def test_other_errors_of_a_model_with_experts_stay_as_they_are():
-    model = AutoModelForCausalLM.from_config(load("attnres-tiny", vocab_size=64, num_hidden_layers=4))
-    experts = model.model.layers[1].mlp.experts
-    experts.down_proj = nn.Parameter(experts.down_proj[:, :, :-4])
-    with pytest.raises(RuntimeError) as error:
-        model(torch.tensor([[5, 6, 7]]))
-    assert "experts_implementation" not in str(error.value)

@@ -17,8 +17,7 @@ LIBRARIES = {"torch", "transformers", "safetensors"}
 OPTIONAL = {"attnres.accelerated"}
 # The files of every model, of models on another backbone than Kimi Linear, and of those on Kimi Linear.
 SHARED = {
-    *("configuration", "connections", "decoder", "experts", "functional", "loading", "pretrained"),
-    *("residual", "rows", "saving"),
+    *("configuration", "connections", "decoder", "functional", "loading", "pretrained", "residual", "rows", "saving"),
 }
 OF_BACKBONE = {
     "llama": {"backbones"},
