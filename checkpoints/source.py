@@ -118,20 +118,20 @@ class ModelSource:
             raise ValueError(f"{subject} ({type(error).__name__}): {' '.join(str(error).split())}") from error
 
     def check_files(self) -> None:
-        """Compare the numbers in the configuration with the headers of the weights, as [`check_sizes_of`] does.
-
-        `transformers` makes lists of the lengths given there, also for the tokenizer.
+        """Check the configuration and the headers of the weights, as [`attnres.checkpoints.whole.check_loadable`] does.
 
         Raises:
             OSError, ValueError: A file is missing or damaged, or a number does not fit the weights.
         """
-        from .whole import check_sizes_of
+        from .whole import check_loadable
 
         try:
-            check_sizes_of(self.checkpoint)
-        except FileNotFoundError:  # of a repository, the Hub may give single files alone: loading then names the error
+            checkpoint = self.checkpoint
+        except FileNotFoundError:
             if self.is_folder:
                 raise
+            return  # the Hub may give only single files of a repository; loading the model says what is missing
+        check_loadable(checkpoint)
 
     def tokenizer(self, remedy: str = "", trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that is with the model.

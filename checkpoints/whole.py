@@ -74,11 +74,12 @@ def check_memory(needed: int, subject: str, remedy: str) -> None:
         raise ValueError(f"{subject} take {show_bytes(needed)} of memory, but {show_bytes(free)} are free. {remedy}")
 
 
-def check_sizes_of(checkpoint: Checkpoint) -> None:
-    """Compare the numbers in a checkpoint's `config.json` with the headers of its weights, without building a model.
+def check_loadable(checkpoint: Checkpoint) -> None:
+    """Check without building a model that `transformers` can load a checkpoint as the model that it is.
 
-    A command calls this before it loads even the tokenizer of a checkpoint: for that too `transformers` reads the
-    configuration, and makes lists of the lengths given there.
+    The numbers in `config.json` are compared with the headers of the weights. A command calls this before it loads even
+    the tokenizer of a checkpoint: for that too `transformers` reads the configuration, and makes lists of the lengths
+    given there.
 
     Args:
         checkpoint: The checkpoint.
@@ -98,7 +99,7 @@ def check_sizes_of(checkpoint: Checkpoint) -> None:
 
 
 def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -> Checkpoint | None:
-    """Open a checkpoint, and check it as [`check_sizes_of`] does.
+    """Open a checkpoint, and check it as [`check_loadable`] does.
 
     Args:
         source: The directory or Hub id. A repository on the Hub is downloaded.
@@ -108,8 +109,8 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
         The checkpoint, or None if it has no headers to compare with. Loading the model then raises the error.
 
     Raises:
-        OSError: As [`check_sizes_of`], or `source` is the directory of a training run.
-        ValueError: As [`check_sizes_of`], or `source` is an adapter.
+        OSError: As [`check_loadable`], or `source` is the directory of a training run.
+        ValueError: As [`check_loadable`], or `source` is an adapter.
     """
     is_folder = os.path.isdir(source)
     try:
@@ -118,7 +119,7 @@ def check_source_sizes(source: str | os.PathLike, revision: str | None = None) -
         if is_folder:
             raise
         return None
-    check_sizes_of(checkpoint)
+    check_loadable(checkpoint)
     return checkpoint if checkpoint.has_weights else None
 
 
@@ -273,7 +274,7 @@ def _reading_only(model_class: type[PreTrainedModel], names: Collection[str]) ->
 __all__ = [
     "Part",
     "check_memory",
-    "check_sizes_of",
+    "check_loadable",
     "check_source_sizes",
     "check_whole",
     "load_whole",

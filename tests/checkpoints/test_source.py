@@ -5,11 +5,13 @@ import pytest
 from attnres.checkpoints.source import ModelSource
 
 
-def test_a_folder_with_the_name_of_a_configuration_is_refused_where_weights_are_needed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_folder", [True, False], ids=["beside a folder of that name", "alone"])
+def test_a_named_configuration_is_refused_where_weights_are_needed(tmp_path, monkeypatch, is_folder):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "attnres-tiny").mkdir()
-    (tmp_path / "attnres-tiny/config.json").write_text("{}")
+    if is_folder:
+        (tmp_path / "attnres-tiny").mkdir()
+        (tmp_path / "attnres-tiny/config.json").write_text("{}")
+        ModelSource("./attnres-tiny").check(needs_weights=True)
     with pytest.raises(FileNotFoundError, match=r"has no weights\. For a folder of that name, write \./attnres-tiny"):
         ModelSource("attnres-tiny").check(needs_weights=True)
-    ModelSource("./attnres-tiny").check(needs_weights=True)
     ModelSource("attnres-tiny").check()
