@@ -149,9 +149,6 @@ def test_a_change_of_any_kernel_file_is_compiled(printed, tmp_path):
     loads = "first = _splat(builder, values[2], lanes)", "first = _constant(_FLOAT, 7.0, lanes)"
     replace(folder / "rows.py", *loads)
     assert printed(SUM, **environment) == "11.0"
-    replace(folder / "rows.py", *reversed(loads))
-    replace(folder / "loops.py", f"{ones}0)", f"{ones}9)")
-    assert printed(SUM, **environment) == "13.0"
 
 
 def replace(file: Path, old: str, new: str) -> None:
@@ -164,14 +161,12 @@ BITS = """
 import torch
 from attnres.accelerated.numba import IMPLEMENTATION, call, kernels
 torch.manual_seed(0)
-for dtype in (torch.float32, torch.bfloat16):
-    leaves = [torch.randn(201, 331, dtype=dtype, requires_grad=True) for _ in range(4)]
-    query = torch.randn(331, requires_grad=True)
-    result, weights, _ = IMPLEMENTATION.run(query, leaves, 1e-6, True)
-    gradients = torch.autograd.grad(result.double().sum() + weights.double().square().sum(), [query, *leaves])
-    phases = kernels.phase_one(torch.randn(5, 331), 1e-6, call.checked(leaves))
-    print(*[tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).long().sum().item()
-            for tensor in (result, weights, *phases, *gradients)])
+leaves = [torch.randn(201, 331, requires_grad=True) for _ in range(4)]
+query = torch.randn(331, requires_grad=True)
+result, weights, _ = IMPLEMENTATION.run(query, leaves, 1e-6, True)
+gradients = torch.autograd.grad(result.double().sum() + weights.double().square().sum(), [query, *leaves])
+phases = kernels.phase_one(torch.randn(5, 331), 1e-6, call.checked(leaves))
+print(*[tensor.view(torch.int32).long().sum().item() for tensor in (result, weights, *phases, *gradients)])
 """
 
 
@@ -226,10 +221,10 @@ print(numba.threading_layer(), len(wrong))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", ["workqueue", "default"])
-def test_several_threads_may_call_at_once(layer):
-    answer = printed_anew(CROWD, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2")
-    assert answer.endswith(" 0") and (layer == "default" or answer.startswith("workqueue"))
+def test_several_threads_may_call_at_once():
+    """Of numba's layers, this one is not safe for several threads by itself."""
+    answer = printed_anew(CROWD, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2")
+    assert answer == "workqueue 0"
 
 
 @pytest.mark.slow
