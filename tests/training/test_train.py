@@ -340,19 +340,11 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint_whole(command, uninterru
     assert_same_run(out, uninterrupted["heal"])
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (("learning_rate=1",), "holds a finished run. Give more `steps` to go on with it, or another `out`."),
-        (("model=./absent",), "absent"),
-    ],
-)
-def test_bad_input_ends_in_one_line(changes, message, command, uninterrupted, tmp_path):
-    out = uninterrupted["heal"] if "learning_rate=1" in changes else tmp_path / "out"
-    done = run(command("heal", out, *changes))
+def test_a_finished_run_is_refused_in_one_line(command, uninterrupted):
+    done = run(command("heal", uninterrupted["heal"], "learning_rate=1"))
     assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("attnres:")]
-    assert len(lines) == 1 and message in lines[0]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("attnres:")]
+    assert "holds a finished run. Give more `steps` to go on with it, or another `out`." in line
     assert "Traceback" not in done.stderr
 
 
@@ -430,8 +422,8 @@ def test_training_on_conversations_lowers_the_loss(command, folders, tmp_path):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_a_run_does_not_resume_from_a_checkpoint_with_an_empty_file(name, command, uninterrupted, tmp_path):
+def test_a_run_does_not_resume_from_a_checkpoint_with_an_empty_file(command, uninterrupted, tmp_path):
+    name = "optimizer.pt"  # `test_checkpoints.py` tests the others
     out = shutil.copytree(uninterrupted["heal"], tmp_path / "out")
     (out / "results.json").unlink()
     (out / "recipe.yaml").write_text((out / "recipe.yaml").read_text().replace(str(uninterrupted["heal"]), str(out)))
@@ -446,9 +438,7 @@ def test_a_run_does_not_resume_from_a_checkpoint_with_an_empty_file(name, comman
     "changes, message",
     [
         (("config={num_hidden_layers: many}",), "`config` does not fit "),
-        (("retrofit={block_size: 0}",), "the recipe"),
         (("trainer.report_to=nothing",), "`trainer` of the recipe: nothing is not supported"),
-        (("batch_size=3",), "`batch_size` 3 is not a multiple of `micro_batch_size` 2"),
     ],
 )
 def test_an_impossible_value_is_refused_before_anything_is_tokenised(changes, message, command, tmp_path):

@@ -27,7 +27,7 @@ NAMES = {"input_ids", "labels", "documents"}
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip), min_size=1, max_size=30),
     st.integers(2, 40),
@@ -199,7 +199,7 @@ def test_documents_and_the_blocks_of_a_document_are_shuffled_apart(tokenizer):
 
 @pytest.mark.slow
 def test_a_stream_in_file_order_gives_the_same_blocks(tokenizer):
-    write("a.jsonl", some_texts(3000))
+    write("a.jsonl", some_texts(600))
     stored = load("a.jsonl", tokenizer, seed=None)
     stream = load("a.jsonl", tokenizer, seed=None, streaming=True)
     for a, b in zip(stored, stream, strict=True):

@@ -27,6 +27,7 @@ from attnres.training.parallel.pipeline_stage import join_groups
 from attnres.training.parallel.pipeline_transfers import Chunk, plan_chunks, trace_states, transfer_bytes
 from attnres.training.recipe import Recipe, read_recipe
 
+from ...cases import each_once
 from ...conversion.backbones import CASES, build
 
 
@@ -97,8 +98,7 @@ def test_chunks_of_every_connection_compute_what_the_model_computes(fields, tiny
         assert_same_as_whole(model, chunks_of(model, layers, 2), token_ids)
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
-@pytest.mark.parametrize("way", ["bf16", "autocast"])
+@pytest.mark.parametrize(("connection", "way"), each_once([*CONNECTIONS], ["bf16", "autocast"]))
 def test_chunks_in_16_bits_compute_what_the_model_computes(connection, way, tiny_model, token_ids):
     model = tiny_model(residual_connection=connection)
     model = model.bfloat16() if way == "bf16" else model

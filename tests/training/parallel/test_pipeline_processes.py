@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ... import forks
-from .pipeline_session import CASES, LENGTH, LLAMA
+from .pipeline_session import CASES, COUNTED, LENGTH, LLAMA
 
 TOLERANCE = 1e-5  # relative, in float32
 
@@ -48,8 +48,7 @@ def test_a_pipeline_in_bfloat16_differs_from_one_process_by_no_more_than_roundin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("virtual", [1, 2, 4])
+@pytest.mark.parametrize(("stages", "virtual"), COUNTED)
 def test_the_bytes_sent_are_those_of_the_paper(stages, virtual, trained):
     """One block is begun in each chunk. The embedding, which the formulas leave out, is counted apart."""
     chunks, micro_batches = stages * virtual, stages
