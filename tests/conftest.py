@@ -24,8 +24,8 @@ from .hub.running import Hub
 ROOT = Path(__file__).parents[1]
 # Started in the background, by a shell without job control, this process ignores SIGINT, and so would those it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Without limits of time, which a busy machine does not keep.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Without limits of time, which a busy machine does not keep, and with half of the usual number of examples.
+settings.register_profile("untimed", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 # The models here are so small that a second thread gains nothing, and where cores are busy costs much.
 torch.set_num_threads(1)

@@ -24,7 +24,7 @@ from . import measured
 from .measured import depth
 
 PARALLEL = ("layer",)
-LAYERS = (2, 6, 27)  # 4, 12 and 54 sublayers
+LAYERS = (2, 27)  # 4 and 54 sublayers
 # Each figure, with as much and with as little content as it can have.
 FIGURES = {
     "weights": lambda n: draw_depth_attention(measured.attention(depth(n))),

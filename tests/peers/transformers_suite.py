@@ -31,7 +31,6 @@ CONNECTIONS = [
 BY_DEFAULT = {
     "KimiK3": "KimiLinear",  # its classes are those of AttnRes on Kimi Linear and more
     "OnLlama": "Llama",
-    "MhcOnLlama": "Llama",
 }
 # Every residual connection on both backbones: each by its name, or all with `--every`.
 ON_REQUEST = (

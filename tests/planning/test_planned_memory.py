@@ -94,11 +94,10 @@ def test_the_peak_of_training_is_within_10_percent_of_a_real_step(name, tmp_path
     [
         (llama("attn_res", full=True), Batch(2, 512, 0, False, torch.float32)),
         (llama("attn_res", block_size=3), Batch(8, 1, 500, False, torch.float32)),
-        (kimi(), Batch(1, 256, 0, False)),
         (kimi(), Batch(4, 1, 128, False)),
         (kimi(), Batch(1, 32, 64, False)),
     ],
-    ids=["prefill", "decode", "prefill of Kimi Linear", "decode of Kimi Linear", "a chunk of Kimi Linear"],
+    ids=["prefill", "decode", "decode of Kimi Linear", "a chunk of Kimi Linear"],
 )
 def test_the_peak_of_inference_and_the_cache_are_those_of_a_real_pass(config, batch, tmp_path):
     model = real_model(config, batch)

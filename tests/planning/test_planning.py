@@ -97,9 +97,15 @@ def test_the_memory_of_one_device_is_that_of_its_parts_counted_by_hand(tiny):
     assert kept == tiny.trace(1).peak()
 
 
-@pytest.mark.parametrize("vocabulary", [64, 512])
-@pytest.mark.parametrize("query", ["learned", "input_dependent"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "query", "vocabulary"),
+    [
+        ("adamw", "learned", 64),
+        ("adamw", "input_dependent", 512),
+        ("muon", "learned", 512),
+        ("muon", "input_dependent", 64),
+    ],
+)
 def test_an_optimizer_keeps_as_many_bytes_as_planned(optimizer, query, vocabulary):
     config = config_on("llama")(
         vocab_size=vocabulary, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
