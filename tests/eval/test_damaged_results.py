@@ -14,7 +14,10 @@ from attnres.eval.options import EvalOptions
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.start import check_run
 
+from ..cases import each_once
+
 TASK = "arc_challenge"
+FILES = [f"model/{TASK}.json", "model/setup.json", "results.json"]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +48,14 @@ def refusal(evaluated, model, hub, tmp_path, monkeypatch) -> Callable[[], str]:
     return run
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"results": ', '{"sha256": 3}', "NaN", "\x00"])
-@pytest.mark.parametrize("name", [f"model/{TASK}.json", "model/setup.json", "results.json"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *((name, content) for name in FILES for content in ("", '{"results": ')),
+        *each_once(FILES, ["{}", "[]", "null"]),
+        *each_once(FILES, ['{"sha256": 3}', "NaN", "\x00"]),
+    ],
+)
 def test_the_message_names_an_emptied_or_truncated_file(name, content, refusal, tmp_path):
     (tmp_path / "out" / name).write_text(content)
     message = refusal()

@@ -179,15 +179,21 @@ def plain(text: str) -> str:
 
 @pytest.mark.parametrize("name", EACH)
 def test_no_item_is_among_its_own_shots(name, loaded):
-    """The question appears once in its prompt, at the end, after the right number of shots."""
+    """The question appears once in its prompt, at the end, after shots that are the same for each item."""
     shots, seen = benchmarks()[name].shots, 0
     for task in loaded(name)["tasks"].values():
-        for doc in task.eval_docs:
-            prompt, question = plain(task.fewshot_context(doc, shots)), plain(task.doc_to_text(doc))
-            assert prompt.endswith(question), task.task_name
-            assert prompt.count(question) == 1, task.task_name
+        before = None
+        for number, doc in enumerate(task.eval_docs):
+            question = plain(task.doc_to_text(doc))
+            if number < 10:  # whole prompts take long to make
+                prompt = plain(task.fewshot_context(doc, shots))
+                assert prompt.endswith(question), task.task_name
+                before = prompt.removesuffix(question) if before is None else before
+                assert prompt == before + question, task.task_name
+            assert question not in before, task.task_name
             if name not in ("mmlu", "mmlu_pro", "cmmlu", "ceval"):  # where many ask "Which of the following is true?"
-                assert prompt.count(plain(raw_question(doc))) == 1, task.task_name
+                raw = plain(raw_question(doc))
+                assert raw not in before and question.count(raw) == 1, task.task_name
             seen += 1
     assert seen == (SIZES[name][1] or seen) > 0
 

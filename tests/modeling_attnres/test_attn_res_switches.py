@@ -142,8 +142,7 @@ def test_every_switch_changes_reads_and_without_switches_the_plain_class_is_used
         assert difference(sheet(weights_of(other), other.config)(v), read(v)) > 1e-3, switches
 
 
-@pytest.mark.parametrize("block_size", [1, 3])
-@pytest.mark.parametrize("switches", SEVERAL, ids=text)
+@pytest.mark.parametrize(("switches", "block_size"), each_once(SEVERAL, [3, 1]), ids=text)
 def test_derivatives_of_a_chain_of_reads_and_writes_equal_finite_differences(backbones, switches, block_size):
     fields = {"attn_res_block_size": block_size, "hidden_size": 8, "num_hidden_layers": 2, **named(switches)}
     config = backbones.member_config("llama", **fields)
