@@ -77,10 +77,8 @@ def test_block_sizes_scales_and_connections_give_different_logits(vivid_model, t
     for i, result in enumerate(results):
         for j, other in enumerate(results[:i]):
             difference = (result - other).abs().max()
-            if {i, j} in (
-                {first, first + 2},
-                {second, second + 2},
-            ):  # one block holds the whole depth, so its size does not matter
+            # One block holds the whole depth, so its size does not matter.
+            if {i, j} in ({first, first + 2}, {second, second + 2}):
                 assert difference == 0
             else:
                 assert difference > 100 * TOLERANCE
