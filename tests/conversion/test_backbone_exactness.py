@@ -10,6 +10,8 @@ from attnres.conversion import retrofit
 
 # Blocks of 3 sublayers end within layers, and the last one is shorter.
 BLOCK_SIZES = {"full": 1, "S=3": 3}
+# A backbone of each form: pre-norm, norm after, sandwich, multipliers, parallel, experts, and delta attention.
+IN_BFLOAT16 = ["llama", "olmo2", "gemma3_text", "granite", "gpt_neox", "mixtral", "kimi_linear"]
 EVERY_BLOCK_SIZE = pytest.mark.parametrize("block_size", BLOCK_SIZES.values(), ids=BLOCK_SIZES)
 
 
@@ -46,6 +48,7 @@ def test_shared_weights_get_the_same_gradients(original, block_size, gradients):
         assert difference <= 1e-4 * max(expected.abs().max(), 1e-3 * scale), name
 
 
+@pytest.mark.parametrize("original", IN_BFLOAT16, indirect=True)
 def test_in_bf16_a_retrofit_differs_no_more_than_evaluation_orders_of_the_original(original, backbones):
     """The orders are: the residual stream added from the last term to the first, or with the embedding last; and eager
     attention, which rounds in other places. Depth attention is one more such order: it adds blocks, in float32.

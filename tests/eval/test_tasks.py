@@ -179,17 +179,18 @@ def plain(text: str) -> str:
 
 @pytest.mark.parametrize("name", EACH)
 def test_no_item_is_among_its_own_shots(name, loaded):
-    """The question appears once in its prompt, at the end, after shots that are the same for each item."""
+    """The question appears once in its prompt, at the end, after shots that do not hold it."""
     shots, seen = benchmarks()[name].shots, 0
     for task in loaded(name)["tasks"].values():
         before = None
         for number, doc in enumerate(task.eval_docs):
             question = plain(task.doc_to_text(doc))
-            if number < 10:  # whole prompts take long to make
-                prompt = plain(task.fewshot_context(doc, shots))
+            # Whole prompts take long to make. In GPQA the shots are other items; elsewhere they are the same for all.
+            if number < 10 or name == "gpqa_diamond":
+                prompt, earlier = plain(task.fewshot_context(doc, shots)), before
                 assert prompt.endswith(question), task.task_name
-                before = prompt.removesuffix(question) if before is None else before
-                assert prompt == before + question, task.task_name
+                before = prompt.removesuffix(question)
+                assert name == "gpqa_diamond" or earlier in (None, before), task.task_name
             assert question not in before, task.task_name
             if name not in ("mmlu", "mmlu_pro", "cmmlu", "ceval"):  # where many ask "Which of the following is true?"
                 raw = plain(raw_question(doc))

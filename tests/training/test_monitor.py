@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainerState, TrainingArguments
 
-from attnres import CONNECTIONS, peft_modules_to_save
+from attnres import peft_modules_to_save
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.training import monitor as module
@@ -211,7 +211,8 @@ def test_a_fresh_model_reads_uniformly_and_another_model_by_its_weights(tiny_mod
 # --- magnitudes
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS)
+# One connection of each kind of state; `tests/analysis/test_magnitudes.py` measures the others by the same class.
+@pytest.mark.parametrize("connection", ["standard", "attn_res", "denseformer", "dca", "gated_residual", "mhc"])
 def test_magnitudes_are_the_sizes_of_the_sublayers_inputs(connection, tiny_model, tmp_path):
     model, monitor = tiny_model(residual_connection=connection), Slices()
     with torch.no_grad():
