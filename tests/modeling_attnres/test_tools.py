@@ -1,6 +1,8 @@
 """Tools of `transformers` find the family: architectures, pipelines, the server, tokenizers, docstrings."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import Modality
 
 import attnres
+from attnres import family
 from attnres.conversion import retrofit
 
 TEXT = "Once upon a time"
@@ -100,3 +103,10 @@ def test_the_docstrings_are_the_familys_own(name):
 def test_the_docstring_of_forward_links_to_the_backbones():
     assert "[`LlamaForCausalLM`]" in attnres.AttnResLlamaForCausalLM.__doc__
     assert "[`LlamaForCausalLM.forward`]" in attnres.AttnResLlamaForCausalLM.forward.__doc__
+
+
+def test_a_peft_without_the_tables_fails_with_the_error_of_python(monkeypatch):
+    monkeypatch.setattr(family, "_PEFT_TABLES", "attnres.utils.absent")
+    monkeypatch.setattr(sys, "meta_path", [family._PeftImport(), *sys.meta_path])
+    with pytest.raises(ModuleNotFoundError, match=r"attnres\.utils\.absent"):
+        importlib.import_module("attnres.utils.absent")
