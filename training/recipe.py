@@ -23,6 +23,7 @@ from attnres.utils.yaml_files import TextScalars, UniqueKeys, parse_yaml
 
 from .parallel.pipeline_settings import PipelineSettings
 from .settings import (
+    DECIDED_BY_RUN,
     Count,
     Factor,
     LoraSettings,
@@ -33,11 +34,13 @@ from .settings import (
     Settings,
     ShardingSettings,
     Share,
+    TrainerFields,
     Whole,
     check_keys,
     explained,
+    read_trainer_fields,
+    trainer_fields,
 )
-from .trainer_fields import DECIDED_BY_RUN, TrainerFields, read_trainer_fields, trainer_fields
 
 # The values of three keys. They stand here, not beside the code that they choose, so that reading a recipe does not
 # import PyTorch.
@@ -158,7 +161,7 @@ class Recipe:
         pipeline: How the layers are divided among the processes of a pipeline: fields of
             [`attnres.training.parallel.pipeline_settings.PipelineSettings`], such as `{stages: 4, microbatches: 8}`.
         trainer: Fields of `transformers.TrainingArguments`, except those that the run sets (`DECIDED_BY_RUN` in
-            `trainer_fields.py`): `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`,
+            `settings.py`): `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`,
             `trackio`), and so on.
 
     Raises:

@@ -14,7 +14,7 @@ from attnres.checkpoints.source import ModelSource
 from attnres.training import arguments
 from attnres.training.data.sets import prepare_data
 from attnres.training.recipe import Recipe, read_recipe, recipe_names, write_recipe
-from attnres.training.trainer_fields import DECIDED_BY_RUN
+from attnres.training.settings import DECIDED_BY_RUN
 
 NEEDED = ("model=m", "train=a.txt", "out=o")
 
