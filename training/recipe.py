@@ -243,6 +243,8 @@ class Recipe:
                 "`lora` and `retrofit` of the recipe exclude each other, since an adapter's base has to be on disk: "
                 "run `attnres convert` first, and leave `retrofit` out."
             )
+        if self.lora is not None and self.source.is_named:
+            raise ValueError(f"{self.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
         for name, needed in (("merge", "lora"), ("held_out_split", "held_out")):
             if getattr(self, name) and not getattr(self, needed):
                 raise ValueError(f"`{name}` of the recipe has no effect without `{needed}`: give both or neither.")

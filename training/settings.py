@@ -314,7 +314,7 @@ def _describe_error(error: ValidationError, subject: str) -> str:
     cause = str(detail["ctx"]["error"]) if kind == "value_error" else ""
     if cause.endswith((".", "?")):
         return cause  # a whole sentence, by a check of this project
-    keys = [str(part) for part in detail["loc"] if isinstance(part, str)]
+    keys = [part for part in detail["loc"] if isinstance(part, str)]
     if keys[-1:] == ["[key]"]:
         return f"`{keys[0]}` of {subject} has a key that is no text, but must be {_WORDS['dict_type']}."
     name = f"`{'.'.join(keys)}` of {subject}"
@@ -325,11 +325,11 @@ def _describe_error(error: ValidationError, subject: str) -> str:
     return f"{name} is {detail['input']!r}, but must be {allowed}."
 
 
-def check_keys(name: str, given: Collection[str], known: Collection[str]) -> None:
+def check_keys(name: str, given: Collection[Any], known: Collection[str]) -> None:
     """Raise ValueError if the mapping `name` of a recipe has an unknown key."""
     for key in (key for key in given if key not in known):
         is_short = len(known) <= _MOST_NAMED
-        raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(key, known, otherwise_all=is_short)}")
+        raise ValueError(f"`{name}` has no `{key}`.{did_you_mean(str(key), known, otherwise_all=is_short)}")
 
 
 __all__ = [

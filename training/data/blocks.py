@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from .encoding import Encode, Encoder, key_of
 from .packing import Place, Tokens, pack
 
 with require_extra("train"):
-    import datasets
+    import datasets.config
     import pyarrow as pa
     import pyarrow.compute as pc
     from datasets import Dataset, IterableDataset, concatenate_datasets
@@ -142,7 +142,7 @@ def _generate(
         for blocks in pack(count(), length, separate):
             num_blocks += len(blocks.documents)
             labels = blocks.ids if blocks.labels is None else blocks.labels
-            columns = {"input_ids": blocks.ids, "labels": labels}
+            columns: dict[str, Any] = {"input_ids": blocks.ids, "labels": labels}
             if separate:
                 columns["position_ids"] = blocks.positions
             for i, sources in enumerate(blocks.documents):
@@ -201,7 +201,7 @@ def _write_blocks(token_folder: Path, length: int, seed: int | None, folder: Pat
     documents = Dataset.from_file(str(token_folder / _TOKENS))
     skipped = _read_skipped(token_folder)
     if seed is not None:
-        documents = documents.select(_order(seed, 0, len(documents)))
+        documents = select_rows(documents, _order(seed, 0, len(documents)))
     block = pa.list_(pa.int32(), length)
     labels = {"labels": block} if separate or "labels" in documents.column_names else {}
     positions = {"position_ids": block} if separate else {}
@@ -213,10 +213,11 @@ def _write_blocks(token_folder: Path, length: int, seed: int | None, folder: Pat
             columns = (blocks.ids, blocks.labels, blocks.positions)
             parts = [part.ravel() for part in columns if part is not None]
             for digest, part in zip(digests, parts):
-                digest.update(np.ascontiguousarray(part))
+                digest.update(np.ascontiguousarray(part).data)
             lists = [pa.FixedSizeListArray.from_arrays(part, length) for part in parts]
             file.write_batch(pa.record_batch([*lists, pa.array(blocks.documents)], schema=schema))
             count += len(blocks.documents)
+    # pyrefly: ignore[missing-attribute]  # pyarrow makes these functions when it is imported
     total = pc.sum(pc.list_value_length(documents.data.column("input_ids"))).as_py() or 0
     if not count:
         raise ValueError(_describe_no_block(name, len(documents), total, length, skipped))
@@ -229,7 +230,8 @@ def _read_tokens(documents: Dataset) -> Iterator[Tokens]:
     """Yield the documents in batches of about [`_TOKENS_AT_ONCE`] tokens."""
     average = documents.data.nbytes / 4 / max(1, documents.data.num_rows)  # tokens of a document, 4 bytes each
     at_once = int(min(max(1, _TOKENS_AT_ONCE / max(1, average)), 4096))
-    for table in documents.with_format("arrow").iter(at_once):
+    tables: Iterator[Any] = documents.with_format("arrow").iter(at_once)
+    for table in tables:
         lists = table["input_ids"].combine_chunks()
         labels = table["labels"].combine_chunks().flatten().to_numpy() if "labels" in table.column_names else None
         places = zip(*(table[column].to_pylist() for column in Place._fields))
@@ -241,13 +243,19 @@ def _open_blocks(folder: Path, seed: int | None) -> Dataset:
     """Open the blocks of a cache folder, shuffled by `seed`."""
     blocks = Dataset.from_file(str(folder / _BLOCKS))
     if "labels" not in blocks.column_names:  # the labels are the tokens: map the same file twice
-        labels = blocks.select_columns("input_ids").rename_column("input_ids", "labels")
+        labels: Any = blocks.select_columns("input_ids").rename_column("input_ids", "labels")
         blocks = concatenate_datasets([blocks, labels], axis=1)
     if seed is not None:
-        blocks = blocks.select(_order(seed, 1, len(blocks)))
+        blocks = select_rows(blocks, _order(seed, 1, len(blocks)))
     counts = json.loads((folder / _COUNTS).read_text())
     blocks.info.description = ", ".join(counted(number, noun) for noun, number in counts.items())
     return blocks.with_format("torch")
+
+
+def select_rows(rows: Dataset, numbers: Iterable[int]) -> Dataset:
+    """Return rows of a data set by their numbers."""
+    selected: Any = rows.select(numbers)  # its decorator declares other types too
+    return selected
 
 
 def digest_of(blocks: Dataset) -> str:
