@@ -39,7 +39,7 @@ _KEYS = {
 }
 _SHARD = re.compile(r"(?:pytorch_)?model-\d+-of-\d+\.safetensors")
 _SHARDED_WEIGHTS = re.compile(r"shard-(\d+)-model-\d+-of-\d+\.safetensors$")
-# Files that each process writes, by its number: the parts of a divided optimizer.
+# Files that each process writes, by its number: the parts of a sharded optimizer.
 _OF_PROCESS = re.compile(r"__(\d+)_\d+\.distcp$")
 _BROKEN_ARCHIVE = (EOFError, NotImplementedError, OSError, RuntimeError, ValueError, zipfile.BadZipFile)
 
@@ -47,7 +47,7 @@ _BROKEN_ARCHIVE = (EOFError, NotImplementedError, OSError, RuntimeError, ValueEr
 def check_checkpoint(folder: Path) -> None:
     """Check every file of a checkpoint that resuming reads.
 
-    Files of `torch.save`, and the parts of a divided optimizer, have checksums, which are checked. Weights have none:
+    Files of `torch.save`, and the parts of a sharded optimizer, have checksums, which are checked. Weights have none:
     only their length is checked, that they are not all zero, and that the index names the file of each tensor.
 
     Raises:
@@ -107,7 +107,7 @@ def _missing(folder: Path) -> str | None:
     for name in (TRAINER_STATE_NAME, SCHEDULER_NAME):
         if name not in names:
             return f"{folder / name} is missing"
-    # Engines that divide a model use other names: `optimizer_0`, `pytorch_model_fsdp_0`, DeepSpeed's `global_step9`.
+    # Engines that shard a model use other names: `optimizer_0`, `pytorch_model_fsdp_0`, DeepSpeed's `global_step9`.
     for usual, prefixes in (
         (OPTIMIZER_NAME, ("optimizer", "global_step")),
         (SAFE_WEIGHTS_NAME, ("model", "adapter_model", "pytorch_model", "shard-", "global_step")),

@@ -105,7 +105,7 @@ class MuonAdamW(torch.optim.Optimizer):
     batched call for all experts. Gate and up projections that the model stores as one matrix are updated as one.
 
     Sharded parameters (FSDP2, tensor parallel): each matrix is gathered for its update, one at a time, and every
-    process computes the whole update. If whole experts are divided among the processes, each process updates its own.
+    process computes the whole update. If whole experts are sharded among the processes, each process updates its own.
     Parameters that an engine has flattened (FSDP1, DeepSpeed) are refused, since they are no longer matrices.
 
     Args:
@@ -256,7 +256,7 @@ def _orthogonal(update: Tensor) -> Tensor:
     """
     if isinstance(update, DTensor):
         mesh, placements = update.device_mesh, update.placements
-        # A stack that is divided along its experts: each process has whole matrices.
+        # A stack that is sharded along its experts: each process has whole matrices.
         if update.ndim == 3 and all(p in (Replicate(), Shard(0)) for p in placements):
             local = _orthogonal(update.to_local())
             return DTensor.from_local(local, mesh, placements, shape=update.shape, stride=update.stride())

@@ -156,9 +156,9 @@ class Recipe:
         save_every: Steps from one checkpoint to the next. The held-out loss is measured at the same steps.
         keep: How many checkpoints stay. Older ones are removed.
         distributed: How the model is sharded among processes: fields of `transformers`' `DistributedConfig`, such as
-            `{fsdp_size: 8}`; beside `tp_size`, `sequence_parallel: true` divides the sequence too. See
+            `{fsdp_size: 8}`; beside `tp_size`, `sequence_parallel: true` shards the sequence too. See
             `docs/guides/many_devices.md`.
-        pipeline: How the layers are divided among the processes of a pipeline: fields of
+        pipeline: How the layers are distributed among the processes of a pipeline: fields of
             [`attnres.training.parallel.pipeline_settings.PipelineSettings`], such as `{stages: 4, microbatches: 8}`.
         trainer: Fields of `transformers.TrainingArguments`, except those that the run sets (`DECIDED_BY_RUN` in
             `settings.py`): `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`,

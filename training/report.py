@@ -199,7 +199,7 @@ def _write_files(
             # A run that was killed before it wrote `results.json` may have left a model, which this one replaces.
             stack.enter_context(atomic_directory(out / kind, written, overwrite=True))
         trainer.accelerator.wait_for_everyone()
-        trainer.save_model(str(partial_dir))  # all processes: a divided model is gathered from them
+        trainer.save_model(str(partial_dir))  # all processes: a sharded model is gathered from them
         trainer.accelerator.wait_for_everyone()
         if is_main:
             (partial_dir / "training_args.bin").unlink(missing_ok=True)

@@ -256,7 +256,7 @@ class ResumableTrainer(Trainer):
 def _untied(model: PreTrainedModel) -> Generator[None]:
     """Give tied parameters memory of their own for a while.
 
-    `transformers` writes all parameters of a divided checkpoint, and `safetensors` refuses those that share memory, as
+    `transformers` writes all parameters of a sharded checkpoint, and `safetensors` refuses those that share memory, as
     they do in a resumed run.
     """
     model.state_dict()  # FSDP2 puts the parts of parameters into the modules before it reads them

@@ -65,7 +65,7 @@ def run_train(recipe: Recipe, name: str = "") -> dict[str, Any]:
             data, or other files.
         FloatingPointError: The loss is not finite.
         OSError, ValueError: A model, data set or value cannot be used, or a checkpoint cannot be written.
-        RuntimeError: The model cannot be divided on this machine as the settings require, or another process does not
+        RuntimeError: The model cannot be sharded on this machine as the settings require, or another process does not
             answer within the time limit.
         SystemExit: SIGTERM stopped the run, after it had saved a checkpoint.
     """

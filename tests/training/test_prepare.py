@@ -1,4 +1,4 @@
-"""The model of a recipe: settings without effect are refused, and a divided model is loaded as a whole one is."""
+"""The model of a recipe: settings without effect are refused, and a sharded model is loaded as a whole one is."""
 
 from pathlib import Path
 
@@ -37,16 +37,16 @@ def test_residual_alone_is_refused_for_a_model_without_residual_tensors(llama, t
     prepare_model(recipe_of(retrofit(llama), tmp_path, residual_alone=0.5), None, None, None)
 
 
-def test_a_divided_model_does_not_refer_to_code_that_came_with_its_source(llama, tmp_path, monkeypatch):
+def test_a_sharded_model_does_not_refer_to_code_that_came_with_its_source(llama, tmp_path, monkeypatch):
     llama.config.auto_map = {"AutoModelForCausalLM": "strange.Code"}
     monkeypatch.setattr(prepare, "load_sharded", lambda *arguments, **options: llama)
     model = prepare_model(recipe_of(llama, tmp_path, distributed={}), None, DistributedConfig(), None)
     assert not hasattr(model.config, "auto_map")
 
 
-@pytest.mark.parametrize("division", [None, DistributedConfig()])
-def test_a_wrong_field_of_the_configuration_is_named_whether_the_model_is_divided_or_not(
-    division, llama, tmp_path, monkeypatch
+@pytest.mark.parametrize("sharding", [None, DistributedConfig()])
+def test_a_wrong_field_of_the_configuration_is_named_whether_the_model_is_sharded_or_not(
+    sharding, llama, tmp_path, monkeypatch
 ):
     def load(source, sharding, start, build, **config):
         return load_whole(AutoModelForCausalLM, source, **config)
@@ -54,7 +54,7 @@ def test_a_wrong_field_of_the_configuration_is_named_whether_the_model_is_divide
     monkeypatch.setattr(prepare, "load_sharded", load)
     recipe = recipe_of(llama, tmp_path, config={"rms_norm_epsilon": 1e-5})
     with pytest.raises(ValueError, match=r"^`config` does not fit .*rms_norm_epsilon"):
-        prepare_model(recipe, None, division, None)
+        prepare_model(recipe, None, sharding, None)
 
 
 def test_the_path_of_a_recipe_is_not_taken_for_its_name(tmp_path, monkeypatch):

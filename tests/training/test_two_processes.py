@@ -50,7 +50,7 @@ def test_the_load_and_the_tokens_are_summed_over_both_processes(tiny_model, tmp_
 def test_muon_under_fsdp2_makes_the_steps_of_one_process_also_after_a_resume(tiny_model, tmp_path):
     model = tiny_model()
     results = two_processes("fsdp2", model, tmp_path)
-    assert [result["local_experts"] for result in results] == [4, 4]  # of 8, as the experts stay divided
+    assert [result["local_experts"] for result in results] == [4, 4]  # of 8, as the experts stay sharded
 
     start = copy.deepcopy(model.state_dict())
     optimizer = build_optimizer(model.train(), name="muon", learning_rate=0.02, residual_lr_factor=0.5)

@@ -1,27 +1,30 @@
 """Load data sets as blocks of tokens: tokenise, shuffle the documents, cut their stream into blocks, shuffle these.
 
 Tokens and blocks are kept in a cache and memory-mapped from there. The name of a cache folder is a digest of everything
-that its content depends on.
+that its content depends on. One process builds a folder, and a folder that is incomplete or damaged is built again.
 """
 
 import hashlib
 import json
 import logging
+import os
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from attnres.utils.extras import require_extra
 from attnres.utils.progress import Pace
 from attnres.utils.wording import counted
 
-from .cache import build_once
 from .documents import DataSpec, Documents, Skipped
 from .encoding import Encode, Encoder, key_of
 from .packing import Place, Tokens, pack
@@ -37,6 +40,7 @@ SHUFFLE_BUFFER = 2048  # blocks in memory, among which a stream is shuffled
 _VERSION = 4  # of the cache's content: raise it when the same data would give other tokens or blocks
 _TOKENS, _BLOCKS, _SKIPPED, _COUNTS = "tokens.arrow", "blocks.arrow", "skipped.json", "counts.json"
 _DIGEST = "digest.txt"
+_MANIFEST = "manifest.json"  # of a cache folder: the size and checksum of each file
 _TOKENS_AT_ONCE = 1 << 22
 
 logger = logging.getLogger(__name__)
@@ -287,3 +291,70 @@ def _describe_no_block(name: str, documents: int, tokens: int, length: int, skip
             f"{name}: no sequence of {length} tokens holds a token of the assistant's part. Give a larger `length`."
         )
     return f"{problem} {skipped}" if skipped else problem
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Build a cache folder, unless an earlier call has built it.
+
+    The folder is filled under a temporary name, so that a killed run leaves no incomplete one. A lock lets one process
+    build while the others wait. A manifest holds the size and checksum of every file, and a folder that does not match
+    its manifest is built again.
+
+    Args:
+        folder: The folder.
+        build: A function that writes the files into the empty folder that it is called with. If it raises an `OSError`
+            about data that it reads, the error must have no `errno`: one with an `errno` counts as an error of writing.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: The folder cannot be written.
+        Exception: Any error of `build`. The folder is removed then.
+    """
+    if _is_whole(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not _is_whole(folder):
+                _build(folder, build)
+    except OSError as error:
+        if error.errno is None:  # from `build`, about data that it reads
+            raise
+        raise OSError(f"The cache {folder.parent} cannot be written: {os.strerror(error.errno)}.") from error
+    return folder
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    partial = folder.with_name(f"{folder.name}.partial")
+    # `folder` may be damaged, and a killed run may have left `partial`.
+    for left_over in (folder, partial):
+        if left_over.exists():
+            shutil.rmtree(left_over)
+    partial.mkdir()
+    try:
+        build(partial)
+        manifest = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
+        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether the files of a folder match its manifest."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        return all(_checksum(folder / name) == checksum for name, checksum in manifest.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _checksum(path: Path) -> list[int]:
+    """Return the size and the CRC-32 of a file. CRC-32 finds accidental damage and is as fast as the disk."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            checksum = zlib.crc32(chunk, checksum)
+    return [os.path.getsize(path), checksum]
