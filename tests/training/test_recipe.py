@@ -99,6 +99,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("save_only_model=true",), "A recipe has no `save_only_model`. There is model, train, "),
         (("bf16=true",), "A recipe has no `bf16`. It is a field of the trainer: give `trainer.bf16`."),
         (("steps",), "'steps' is not of the form key=value. A value with spaces needs quotes."),
+        (("model=attnres-tiny", "lora={}"), "attnres-tiny starts from scratch: an adapter would have no base. Leave "),
         (
             ("config={dtype:", "float32,", "eos_token_id:", "[1,", "2]}", "steps=5"),
             "The shell divides config={dtype: float32, eos_token_id: [1, 2]} at its spaces: put it in quotes, 'c",
