@@ -178,7 +178,7 @@ class AttnResTrainer(ResumableTrainer):
     Args:
         model: The model, whole or sharded among the processes by `transformers`.
         recipe: The recipe of the run.
-        arguments: The arguments that [`attnres.training.arguments.prepare_arguments`] makes from the recipe.
+        arguments: The arguments that [`attnres.training.prepare.prepare_arguments`] makes from the recipe.
         options: Other arguments of `Trainer`, such as the data sets.
 
     Attributes:
