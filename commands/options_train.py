@@ -38,8 +38,8 @@ def train(
     # Matplotlib draws the loss curve. Without this check, its import fails seconds later and names another extra.
     if missing := next((name for name in ("yaml", "matplotlib") if find_spec(name) is None), None):
         raise RuntimeError(f"attnres train needs the package {missing}: {install_command('train')}")
+    from attnres.training.launch import check_run
     from attnres.training.recipe import read_recipe
-    from attnres.training.start import check_run
 
     try:
         checked = read_recipe(recipe, changes or ())

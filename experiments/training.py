@@ -25,8 +25,9 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from attnres.training.checkpoints import ResumableTrainer, check_checkpoint
+from attnres.training.checkpoints import check_checkpoint
 from attnres.training.optimizer import build_schedule, parameter_groups
+from attnres.training.saving import ResumableTrainer
 
 
 @dataclass(frozen=True)

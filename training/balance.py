@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import reduce
 from torch import Tensor, nn
 
-from .logged import LoggedCallback
+from .monitor import LoggedCallback
 
 BIAS = "e_score_correction_bias"
 

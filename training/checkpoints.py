@@ -1,4 +1,4 @@
-"""Exact resuming: a check that a checkpoint is complete, and a `Trainer` that makes no step too many.
+"""Check that a checkpoint is complete before a run resumes from it.
 
 `transformers` resumes from an incomplete checkpoint without an error, with a new optimizer or other random numbers.
 """
@@ -9,16 +9,16 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.serialization import _get_layout as get_layout
-from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import (
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
@@ -27,8 +27,6 @@ from transformers.trainer import (
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-
-from attnres.utils.errors import about
 
 _RANDOM = "rng_state"
 _METADATA = ".metadata"  # the table of contents of a folder of parts
@@ -309,64 +307,7 @@ def check_size(name: str, tensor: Tensor, size: Sequence[int], path: Path) -> No
         raise cannot_resume(f"{path} has {name} of size {[*size]}, but the model has {[*tensor.shape]}", path.parent)
 
 
-class ResumableTrainer(Trainer):
-    """A `Trainer` that resumes from its own checkpoints alone, and makes no step too many.
-
-    `Trainer` checks whether training is over only after a step. Resumed from its last checkpoint it makes one more,
-    which changes the weights, and the checkpoint of that step replaces an older one. Here
-    `train(resume_from_checkpoint=...)` ends at once if all steps have been made.
-
-    `Trainer` also makes settings of its own here, which this class corrects: a single process uses one GPU, and the
-    model's `use_cache` stays as it is.
-
-    Args:
-        model: The model.
-        arguments: The arguments of the run; `_n_gpu` and `use_cache` are changed in place.
-        options: Other arguments of `Trainer`, such as the data sets.
-    """
-
-    def __init__(self, model: PreTrainedModel, arguments: TrainingArguments, **options: Any):
-        if arguments.n_gpu > 1:
-            # One process that sees several GPUs would train by `nn.DataParallel`, which multiplies the batch. There is
-            # no public way to turn this off, and the property `n_gpu` has found the device by now.
-            arguments._n_gpu = 1
-        # `Trainer` writes `use_cache` of its arguments, false by default, into the model's configuration, and so into
-        # every checkpoint and result. `compute_loss` turns the cache off instead.
-        config = getattr(model, "config", None)
-        has_use_cache = hasattr(config, "use_cache")
-        arguments.use_cache = getattr(config, "use_cache", False)
-        super().__init__(model, arguments, **options)
-        if config is not None and not has_use_cache:  # as in models of text and images, whose text part alone has it
-            vars(config).pop("use_cache", None)
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-        """Compute the loss of a batch without a cache, as `Trainer` calls it."""
-        return super().compute_loss(model, inputs | {"use_cache": False}, *arguments, **options)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        folder, whole = Path(resume_from_checkpoint), self.model if model is None else model
-        has_weights = any((folder / name).exists() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
-        if has_weights and isinstance(whole, PreTrainedModel) and not self.is_fsdp_enabled:
-            check_weights(whole, folder)
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = Path(checkpoint or "")
-        with about(folder / OPTIMIZER_NAME, cannot_resume_note(folder)):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list, torch.Tensor | int | None]:
-        """Return the micro-batches of a step, as `Trainer` calls it; none if all steps have been made."""
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-
 __all__ = [
-    "ResumableTrainer",
     "cannot_resume",
     "check_best",
     "check_checkpoint",

@@ -6,22 +6,19 @@ the retrofit comes first, and then both models are trained further.
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import datasets
+import datasets.config
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -51,7 +48,7 @@ from attnres.utils.wording import counted
 
 from .recipe import read_recipe
 from .run_folder import MODEL
-from .text import open_tokenizer, python_sources, read_documents, train_tokenizer
+from .text import DemoText, open_tokenizer, read_demo_text, train_tokenizer
 from .train import run_train
 
 STANDARD, ATTN_RES = "standard", "Block AttnRes"
@@ -85,11 +82,6 @@ RECIPE = {
 LEARNING_RATE, CHECKPOINT_LEARNING_RATE = 3e-3, 3e-4
 RESIDUAL_LR_FACTOR = 0.3  # of a retrofit; from scratch the factor is 1
 CURVE_POINTS = 50  # of a training loss
-MAX_TEXT_CHARACTERS = 4_000_000
-# Every fourth document is held out. The loss is measured on the first tokens of the first of these.
-HELD_OUT_EVERY, HELD_OUT_DOCUMENTS, HELD_OUT_CHARACTERS = 4, 64, 1500
-LEAST_DOCUMENTS = HELD_OUT_EVERY + 1  # so that two are held out
-PROMPT, PROMPT_CHARACTERS = "def ", 60  # for Python sources; the length of a prompt from another text
 COMPARED_CHARACTERS = 400  # of each held-out document, on which a retrofit is compared with its source
 NEW_TOKENS = 40  # of each text that is generated
 
@@ -112,33 +104,6 @@ set_seed(seed)
 ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=True, top_k=20)
 print(tokenizer.decode(ids[0], skip_special_tokens=True))
 """
-
-
-@dataclass(frozen=True)
-class DemoText:
-    """The text of a demo.
-
-    Attributes:
-        source: Where it comes from, in words.
-        train: The documents to train on.
-        held_out: The beginnings of held-out documents.
-        prompt: The beginning that samples continue.
-        note: A remark for the screen.
-    """
-
-    source: str
-    train: list[str]
-    held_out: list[str]
-    prompt: str
-    note: str = ""
-
-    @property
-    def sha256(self) -> str:
-        """Return a digest of all documents."""
-        digest = hashlib.sha256()
-        for document in (*self.held_out, *self.train):
-            digest.update(document.encode("utf-8") + b"\0")
-        return digest.hexdigest()
 
 
 def run_demo(
@@ -182,7 +147,7 @@ def run_demo(
         steps = max(4, round(minutes * (CHECKPOINT_STEPS_PER_MINUTE if checkpoint else STEPS_PER_MINUTE) / (2 * SEEDS)))
         console = Console(file=sys.stdout)  # this file, since the lines of runs are sent to another
         with status(console, "Reading the text ..."):
-            content = _read_text(text)
+            content = read_demo_text(text)
         demo = _Demo(console, target, Path(work), steps, content, seed)
         results = demo.from_checkpoint(checkpoint) if checkpoint else demo.from_scratch()
     console.print(f"Written to [bold]{out}[/]: the model, its figures, {DEMO_RESULTS}.", soft_wrap=True)
@@ -421,34 +386,15 @@ def difference(first: Tensor, second: Tensor) -> dict[str, Any]:
     }
 
 
-def _read_text(path: Path | None) -> DemoText:
-    """Read a file of text, or the sources of the Python installation."""
-    documents = python_sources(MAX_TEXT_CHARACTERS) if path is None else read_documents(path, MAX_TEXT_CHARACTERS)
-    if len(documents) < LEAST_DOCUMENTS:
-        raise ValueError(
-            f"{path} has {counted(len(documents), 'document')}, but the demo needs at least {LEAST_DOCUMENTS}: give a "
-            "longer --text. A document ends at an empty line or, if there is one, at a line of <|endoftext|> alone."
-        )
-    train = [document for i, document in enumerate(documents) if i % HELD_OUT_EVERY]
-    held_out = [document[:HELD_OUT_CHARACTERS] for document in documents[::HELD_OUT_EVERY][:HELD_OUT_DOCUMENTS]]
-    if path is None:
-        source = f"the standard library of Python {platform.python_version()}"
-        return DemoText(source, train, held_out, PROMPT, " Another Python has another text.")
-    # The first words of a document, without the last one, which may be cut.
-    prompt = held_out[0][: PROMPT_CHARACTERS + 1]
-    if len(prompt) > PROMPT_CHARACTERS:
-        prompt = prompt.rpartition(" ")[0] or prompt[:-1]
-    return DemoText(str(path), train, held_out, prompt)
-
-
 def _load(folder: Path) -> PreTrainedModel:
     return load_source(str(folder), trust_remote_code=False)
 
 
 def _continue_greedily(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    # pyrefly: ignore[not-callable]  # all causal language models have it
     ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return tokenizer.decode(ids[0], skip_special_tokens=True)
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def _generate_without_attnres(path: Path, prompt: str, seed: int) -> str:

@@ -1,110 +1,18 @@
-"""The lines of a run on the screen: a description before it begins; losses and the time left while it trains."""
+"""The lines of a run on the screen while it trains: its losses, and the time left."""
 
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from attnres import ResidualConfig
-from attnres.configuration.counting import count_stored
 from attnres.utils.progress import Pace, show_duration
 from attnres.utils.wording import counted
 
-from .recipe import Recipe
-
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
-# A run that reads its data more often than this gets a note.
-MANY_EPOCHS = 10
 # A backward pass takes about twice as long as a forward pass.
 STEP_PER_EVALUATION = 3
 # The number of steps that are timed if the held-out loss is not measured at the start.
 TIMED_STEPS = 2
-
-
-def describe_run(
-    recipe: Recipe,
-    model: PreTrainedModel,
-    train: "Dataset | IterableDataset",
-    held_out: "Dataset",
-    device: torch.device,
-    shares: str = "1 process",
-    parameters: int | None = None,
-) -> list[str]:
-    """Describe a run before it begins: model, data, steps and processes, and notes on possible mistakes.
-
-    Args:
-        recipe: The recipe of the run.
-        model: The model that is trained.
-        train: The sequences to train on.
-        held_out: The sequences to measure the loss on.
-        device: The device of the first process.
-        shares: How many processes train, and how they share the model, in words.
-        parameters: The number of parameters of the whole model, all trained, if `model` is a part of it.
-
-    Returns:
-        The lines. Notes come last and begin with `Note:`.
-    """
-    config = model.config.get_text_config()
-    # The total is that of model cards, with the biases of routers, which are buffers. A rule trains them.
-    total = count_stored(model) if parameters is None else parameters
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    is_whole = all(parameter.requires_grad for parameter in model.parameters())
-    kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
-    start = "from scratch" if recipe.source.is_named else "with its weights"
-    sequences = f"sequences of {recipe.length:,} tokens"
-    count = None if recipe.streaming else len(train)
-    steps = recipe.count_steps(count)
-    if count is not None:
-        data = f"{count:,} {sequences}"
-        epochs = f", {_epochs(recipe, steps, count):.2g} epochs"
-    else:
-        data, epochs = f"a stream of {sequences}", ""
-    documents = f"{train.info.description}: " if train.info.description else ""
-    tokens = steps * recipe.batch_size * recipe.length
-    return [
-        f"Model: {recipe.model} ({config.model_type}), {start}, {kind}",
-        f"Parameters: {total:,}, of which {'all' if is_whole else f'{trained:,}'} are trained, on {device}",
-        shares,
-        f"Data: {documents}{data} to train on, {len(held_out):,} held out",
-        f"Run: {counted(steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "
-        f"{tokens:,} tokens{epochs}; into {recipe.out}",
-        *(f"Note: {note}" for note in _notes(recipe, model, steps, count)),
-    ]
-
-
-def _epochs(recipe: Recipe, steps: int, sequences: int) -> float:
-    """Return how many times `steps` steps read the data."""
-    return steps * recipe.batch_size / sequences
-
-
-def _notes(recipe: Recipe, model: PreTrainedModel, steps: int, sequences: int | None) -> Iterator[str]:
-    """Yield notes on a run that is shorter than asked for, repeats its data often, or exceeds the model's context."""
-    config = model.config.get_text_config()
-    if recipe.most_steps is not None and steps < recipe.most_steps:
-        times = _epochs(recipe, recipe.most_steps, sequences)
-        digits = 0 if times >= 10 else 2
-        yield (
-            f"{recipe.most_steps:,} steps would read this data {times:,.{digits}f} times: the run ends "
-            f"after epochs={recipe.epochs:g}. Give more data for a longer run; steps=N sets another length."
-        )
-    elif sequences is not None and (epochs := _epochs(recipe, steps, sequences)) > MANY_EPOCHS:
-        fewer = max(1, MANY_EPOCHS * sequences // recipe.batch_size)
-        yield (
-            f"the run reads its data {epochs:.0f} times, which a model learns by heart: give more data, or at most "
-            f"steps={fewer} for {MANY_EPOCHS} epochs."
-        )
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and recipe.length > positions:
-        yield (
-            f"length={recipe.length} is beyond the {positions:,} positions that the model is made for: give at most "
-            f"length={positions}."
-        )
 
 
 def show_share(share: float) -> str:
@@ -156,7 +64,7 @@ class Display(TrainerCallback):
             self._estimate(self._steps[-1] - self._steps[-2], 0.0, args, state)
         self._write_pace(self._pace.line(state.global_step))
 
-    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+    def on_prediction_step(self, args, state, control, eval_dataloader, **kwargs):
         """Note the time of a batch of an evaluation."""
         if self.bar is None:
             return
@@ -165,7 +73,7 @@ class Display(TrainerCallback):
         self._batches.append(time.monotonic())
         self._write_pace(self._evaluation_pace.line(len(self._batches)))
 
-    def on_evaluate(self, args, state, control, eval_dataloader=None, **kwargs):
+    def on_evaluate(self, args, state, control, eval_dataloader, **kwargs):
         """Estimate the time of the run from an evaluation, if there is no estimate yet."""
         times, self._batches = self._batches, []
         if self.bar is None or self._has_estimate or len(times) < 2 or state.global_step == state.max_steps:
@@ -188,7 +96,7 @@ class Display(TrainerCallback):
         seconds = steps * step + evaluations * evaluation
         self._write(f"Time: about {show_duration(seconds)} for {counted(steps, 'step')}.")
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs, **kwargs):
         """Write a line of the log."""
         if self.bar is None or not {"loss", "eval_loss"} & logs.keys():
             return
@@ -199,11 +107,11 @@ class Display(TrainerCallback):
 
     def _write_pace(self, line: str | None) -> None:
         """Write a line about progress, unless there is a bar."""
-        if line and self.bar.disable:
+        if line and self.bar is not None and self.bar.disable:
             self._write(f"{time.strftime('%H:%M:%S')} {line}")
 
     def _write(self, line: str) -> None:
-        self.bar.write(line, file=sys.stdout)
+        tqdm.write(line, file=sys.stdout)
         sys.stdout.flush()
 
     def close(self) -> None:
@@ -212,4 +120,4 @@ class Display(TrainerCallback):
             self.bar.close()
 
 
-__all__ = ["Display", "describe_run", "show_share"]
+__all__ = ["Display", "show_share"]

@@ -1,20 +1,25 @@
-"""Read from the environment what a launcher tells each process of a run, and divide the batch among the processes.
+"""Check a run before PyTorch is imported: its names, files and folders, its launcher, and the batch of each process.
 
-A launcher (`accelerate launch`, `torchrun`, `mpirun`) speaks by variables of the environment. They are read before
-PyTorch is imported, so that a recipe that does not fit them is refused at once.
+So a mistake is reported at once. A launcher (`accelerate launch`, `torchrun`, `mpirun`) describes the run to each
+process by variables of the environment.
 """
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from attnres.checkpoints.source import ModelSource
 from attnres.utils.wording import counted
 
+from .data.paths import check_data_path
 from .parallel.pipeline_settings import count_replicas
 from .recipe import Recipe
+from .run_folder import check_folder
 from .settings import explained
 
+HEAL = "heal"  # the recipe that refuses a model without attention residuals
 # The variables by which a launcher says how many processes there are, as `accelerate` reads them.
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -145,4 +150,43 @@ def divide_batch(recipe: Recipe, processes: int) -> BatchShare:
     return BatchShare(ranks, micro, accumulated)
 
 
-__all__ = ["BatchShare", "Launch", "check_launch", "divide_batch", "read_launch"]
+def check_run(recipe: Recipe, name: str = "") -> None:
+    """Check the model, tokenizer, data, folder and batch of a run.
+
+    Args:
+        recipe: The recipe of the run.
+        name: The recipe's name if it comes with `attnres`, else empty.
+
+    Raises:
+        FileExistsError: The folder holds a finished run, another run or other files.
+        FileNotFoundError: A model, tokenizer or data set cannot be found.
+        OSError: The folder cannot be written.
+        ValueError: A named configuration lacks a tokenizer or is to be healed, a file of data has an unknown suffix, or
+            the recipe does not fit the processes.
+    """
+    check_folder(Path(recipe.out), recipe)
+    if recipe.source.is_named and name == HEAL:
+        raise ValueError(
+            f"{recipe.model} is a named configuration with random weights, so there is nothing to heal. Train it "
+            "from scratch by the recipe `pretrain`, or give model=DIR, a checkpoint that `attnres convert` made."
+        )
+    if recipe.source.is_named and recipe.tokenizer is None:
+        raise ValueError(f"{recipe.model} starts from scratch: the recipe needs a `tokenizer`, a directory or Hub id.")
+    recipe.source.check()
+    if recipe.tokenizer is not None:
+        ModelSource(recipe.tokenizer).check(is_tokenizer=True)
+    # With `skip`, a data set that is not found is counted.
+    for path in (*recipe.train, *recipe.held_out) if recipe.bad_rows == "error" else ():
+        check_data_path(path)
+    check_launch(recipe, read_launch())
+
+
+__all__ = [
+    "HEAL",
+    "BatchShare",
+    "Launch",
+    "check_launch",
+    "check_run",
+    "divide_batch",
+    "read_launch",
+]

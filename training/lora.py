@@ -9,6 +9,7 @@ adapter. PEFT would freeze them, like every weight that is not a target, unless 
 import re
 import warnings
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,7 +89,7 @@ def add_adapters(
         kind, remedy = ("experts", ", or leave out the experts") if parameters else (" and ".join(renamed), "")
         raise ValueError(f"dropout is {dropout}, but adapters of {kind} have none: set it to 0{remedy}.")
     alpha = 2 * rank if alpha is None else alpha
-    options = {"r": rank, "lora_alpha": alpha}
+    options: dict[str, Any] = {"r": rank, "lora_alpha": alpha}
     if parameters:
         per_token = getattr(model.config, "num_experts_per_tok", None) or 1
         expert_rank = expert_rank or max(1, rank // per_token)
@@ -145,7 +146,7 @@ def _names_that_peft_changes(model: PreTrainedModel) -> Collection[str]:
     """
     from peft.utils import transformers_weight_conversion as conversion
 
-    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
     return conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}).keys()
 
 
@@ -185,10 +186,11 @@ def _chosen(modules: list[str], parameters: list[str], targets: Collection[str])
     for target in targets:
         if not any(is_chosen(name, target) for name in (*modules, *parameters)):
             raise ValueError(f"no projection is named {target!r}; there are {', '.join((*modules, *parameters))}.")
-    return tuple(
+    chosen_modules, chosen_parameters = (
         [name for name in names if any(is_chosen(name, target) for target in targets)]
         for names in (modules, parameters)
     )
+    return chosen_modules, chosen_parameters
 
 
 __all__ = ["add_adapters", "expert_weights", "projections"]

@@ -4,6 +4,7 @@ model FLOP use = tokens/s * FLOPs/token / (peak FLOP/s * devices)
 FLOPs/token    = 6 N + 3 A,   N: activated parameters without the embedding table, A: forward FLOPs of mixing tokens
 """
 
+import inspect
 import re
 import time
 from collections.abc import Iterable
@@ -13,14 +14,13 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from attnres.analysis.depth_attention import share_measures
 from attnres.analysis.watching import connections_of, measuring, watched
 from attnres.configuration import count_parameters
 from attnres.rows_attnres import documents_by_signs
-
-from .logged import LoggedCallback
 
 # Pattern of a device's name -> peak dense bfloat16 FLOP/s, with float32 accumulation, from the vendors' data sheets
 # (NVIDIA's data sheets give twice as much, "with sparsity"). The first pattern that matches the name counts.
@@ -114,6 +114,53 @@ def depth_attention_summary(depth_attentions: Iterable[Tensor | None]) -> dict[s
         "depth_weight_embedding": [a[0] / a.sum(0) for a in several],
     }
     return {name: torch.stack([value.mean() for value in values]).mean().item() for name, values in measures.items()}
+
+
+class LoggedCallback(TrainerCallback):
+    """A callback that adds its [`metrics`] to each line of the log with the training loss.
+
+    The line appears on the screen, in `state.log_history`, and in each reporter that `report_to` of the
+    `TrainingArguments` names: TensorBoard, Trackio and others. It works with any `Trainer`, without a subclass.
+    """
+
+    def metrics(self) -> dict[str, float]:
+        """Return the measurements since the last call, by name.
+
+        All processes call it together, and return the same names.
+        """
+        raise NotImplementedError
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Take the place before the reporters, so that they see the line with the measurements."""
+        _move_first(self)
+
+    def on_log(self, args, state, control, logs: dict[str, float], **kwargs):
+        """Add the measurements to a line with the training loss."""
+        if "loss" in logs:
+            metrics = self.metrics()
+            logs |= metrics
+            state.log_history[-1] |= metrics  # `Trainer` has put a copy of the line there
+
+
+def _move_first(callback: TrainerCallback) -> None:
+    """Move a callback before the others of the `Trainer` that calls it.
+
+    A `Trainer` calls its reporters before the callbacks that its user gives it, and all of them read the same line. So
+    the measurements have to be in the line before the first reporter is called.
+    """
+    # Neither the constructor of `Trainer` nor `add_callback` takes a position, and no event passes the trainer or its
+    # list of callbacks to a callback. The list can be reached only through the `CallbackHandler` that is calling now.
+    # The alternative is a subclass of `Trainer`, which users of other trainers (such as TRL's) could not use.
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler):
+            # It is iterating over this list. Moving the current item to the front skips and repeats no other.
+            if callback in caller.callbacks:
+                caller.callbacks.remove(callback)
+                caller.callbacks.insert(0, callback)
+            return
+        frame = frame.f_back
 
 
 class Monitor(LoggedCallback):
@@ -287,4 +334,4 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-__all__ = ["Monitor", "depth_attention_summary", "flops_per_token", "peak_flops"]
+__all__ = ["LoggedCallback", "Monitor", "depth_attention_summary", "flops_per_token", "peak_flops"]

@@ -1,4 +1,4 @@
-"""The first phase of a training run: turn a recipe into a tokenizer and a model.
+"""The first phases of a training run: turn a recipe into the arguments of `Trainer`, a tokenizer and a model.
 
 `train.py` calls these functions before and after the text is tokenised: a wrong model is refused before.
 """
@@ -6,17 +6,24 @@
 import contextlib
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
 from transformers.distributed import DistributedConfig
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from attnres import ResidualConfig
 from attnres.checkpoints.generation_settings import check_generation_saving
-from attnres.checkpoints.source import SPECIAL_TOKENS, ModelSource
+from attnres.checkpoints.source import SPECIAL_TOKENS
 from attnres.checkpoints.whole import Part, check_memory
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
@@ -24,14 +31,86 @@ from attnres.conversion.family import retrofit_config
 from attnres.conversion.retrofit import load_source, retrofit_part
 from attnres.residual_attnres import residual_tensors
 
+from .launch import HEAL, divide_batch
 from .parallel.pipeline_parts import make_part, part_of
 from .parallel.sharding import check_fsdp2, load_sharded
 from .recipe import Recipe
 from .run_folder import START
-from .start import HEAL, check_from_scratch
+from .text import open_tokenizer
+
+SHORTEST_CURVE = 10  # points of the training loss, if `epochs` shortens the run
 
 
-def prepare_source(recipe: Recipe, name: str) -> PreTrainedTokenizerBase:
+def prepare_arguments(recipe: Recipe, state: PartialState) -> TrainingArguments:
+    """Translate a recipe into the arguments of `transformers.Trainer`.
+
+    Args:
+        recipe: The recipe of the run.
+        state: The processes of the run, and their devices.
+
+    Returns:
+        The arguments. [`set_steps`] sets their number of steps once the data is known.
+
+    Raises:
+        ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
+    """
+    batch, on_cpu = divide_batch(recipe, state.num_processes), state.device == torch.device("cpu")
+    if recipe.trainer.fp16 and on_cpu:
+        raise ValueError("`trainer.fp16` of the recipe has no effect on a CPU: leave it out, or use `trainer.bf16`.")
+    # The recipe may override these.
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": recipe.save_every,
+        "eval_on_start": True,
+        "report_to": "none",
+        "dataloader_pin_memory": torch.cuda.is_available(),
+    }
+    options |= recipe.trainer.given()
+    # The recipe must not set these: they are keys of `DECIDED_BY_RUN`.
+    options |= {
+        "output_dir": recipe.out,
+        "max_steps": recipe.most_steps or 1,  # until `set_steps` knows the data
+        "per_device_train_batch_size": batch.micro,
+        "per_device_eval_batch_size": batch.micro,
+        "gradient_accumulation_steps": batch.accumulated,
+        "max_grad_norm": recipe.max_grad_norm,
+        "logging_steps": recipe.log_every,
+        "logging_nan_inf_filter": False,  # it would show a loss of 0 when the model diverges
+        "save_steps": recipe.save_every,
+        "save_total_limit": recipe.keep,
+        "seed": recipe.seed,
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "use_cpu": on_cpu,
+    }
+    if recipe.streaming:
+        # Each process reads the whole stream. By default one reads it and joins what it sends, which must be tensors.
+        options["accelerator_config"] = {**(options.get("accelerator_config") or {}), "dispatch_batches": False}
+    try:
+        arguments = TrainingArguments(**options)
+        # `Trainer` makes these after the data is tokenised. Making one here shows at once which package it lacks.
+        for callback in get_reporting_integration_callbacks(arguments.report_to):
+            callback()
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"`trainer` of the recipe: {error}") from error
+    return arguments
+
+
+def set_steps(arguments: TrainingArguments, recipe: Recipe, steps: int) -> None:
+    """Set the number of steps in `arguments`. `epochs` of the recipe may limit it, now that the data is known.
+
+    Args:
+        arguments: The arguments of the run; they are changed in place.
+        recipe: The recipe of the run.
+        steps: The steps of the run.
+    """
+    arguments.max_steps = steps
+    if steps != recipe.most_steps:
+        # `log_every` is chosen for a run of full length. With it, the curve of a much shorter run would have one point.
+        arguments.logging_steps = min(recipe.log_every, max(1, steps // SHORTEST_CURVE))
+
+
+def prepare_source(recipe: Recipe, name: str) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig | None]:
     """Check the model of a recipe, without loading its weights, and load the tokenizer.
 
     Args:
@@ -39,56 +118,40 @@ def prepare_source(recipe: Recipe, name: str) -> PreTrainedTokenizerBase:
         name: The recipe's name if it comes with `attnres`, else empty.
 
     Returns:
-        The tokenizer.
+        The tokenizer, which is the model's unless the recipe names one; and the configuration of a model from scratch,
+        with the tokenizer's vocabulary, or `None` for a model that has weights.
 
     Raises:
-        OSError, ValueError: As [`check_model`] and [`prepare_tokenizer`], or the recipe cannot start from scratch.
+        FileNotFoundError: The model or the tokenizer cannot be found or read.
+        ValueError: The tokenizer does not load or has no end-of-text token, a model from scratch is larger than the
+            free memory, or as [`check_model`].
     """
-    if recipe.source.is_named:
-        check_from_scratch(recipe, name)
-        tokenizer = prepare_tokenizer(recipe)
-        check_model(recipe, name, tokenizer)
-        return tokenizer
-    # First, since `transformers` reads the configuration for the tokenizer too.
-    check_model(recipe, name)
-    return prepare_tokenizer(recipe)
+    source, remedy = recipe.source, "" if recipe.tokenizer else "name one by tokenizer=DIR"
+    if not source.is_named:
+        # First, since `transformers` reads the configuration for the tokenizer too.
+        check_model(recipe, name)
+        return open_tokenizer(recipe.tokenizer or recipe.model, remedy), None
+    tokenizer = open_tokenizer(recipe.tokenizer or recipe.model, remedy)
+    special: dict[str, Any] = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    config = source.config(**special | {"vocab_size": len(tokenizer)} | recipe.config)
+    check_training_memory(recipe, config)
+    return tokenizer, config
 
 
-def prepare_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a recipe, which is the model's unless the recipe names one.
-
-    Raises:
-        FileNotFoundError: The tokenizer cannot be found or read.
-        ValueError: The tokenizer does not load or has no end-of-text token.
-    """
-    source = ModelSource(recipe.tokenizer or recipe.model)
-    tokenizer = source.tokenizer("" if recipe.tokenizer else "name one by tokenizer=DIR")
-    # Code that came with the tokenizer was not run, so the saved tokenizer must not refer to it.
-    tokenizer.init_kwargs.pop("auto_map", None)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {source.name} has no end-of-text token; set its `eos_token`.")
-    return tokenizer
-
-
-def check_model(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Check that the configuration of a recipe's model gives a model that the recipe can train.
+def check_model(recipe: Recipe, name: str) -> None:
+    """Check that the configuration of a model that has weights gives a model that the recipe can train.
 
     Args:
         recipe: The recipe of the run.
         name: The recipe's name if it comes with `attnres`, else empty.
-        tokenizer: The tokenizer of the run, of which a model from scratch gets the vocabulary.
 
     Raises:
         FileNotFoundError: The model cannot be found or read.
-        ValueError: `config` or `retrofit` does not fit the model, the recipe `heal` gets a standard model, a model from
-            scratch is larger than the free memory, the model's settings of generation cannot be read or saved, or it
-            has the files of an adapter.
+        ValueError: `config` or `retrofit` does not fit the model, the recipe `heal` gets a standard model, the model's
+            settings of generation cannot be read or saved, or it has the files of an adapter.
     """
     source = recipe.source
-    config = source.config(**_config_fields(recipe, tokenizer))
-    if source.is_named:
-        _check_memory(recipe, config)
-        return
+    config = source.config(**recipe.config)
     if find_adapter_config_file(recipe.model) is not None:
         # `from_pretrained` would load the adapter and freeze the model, so the run would train the adapter alone.
         raise ValueError(
@@ -115,14 +178,6 @@ def check_model(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase | 
         check_generation_saving(source.checkpoint, special if is_saved else {})
 
 
-def _config_fields(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-    """Return the fields to set in the model's configuration. A model from scratch gets the tokenizer's vocabulary."""
-    if not recipe.source.is_named:
-        return recipe.config
-    special = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
-    return {"vocab_size": len(tokenizer), **special, **recipe.config}
-
-
 def _is_retrofitted(config: PreTrainedConfig) -> bool:
     config = config.get_text_config()
     if not isinstance(config, ResidualConfig):
@@ -132,9 +187,10 @@ def _is_retrofitted(config: PreTrainedConfig) -> bool:
     return config.residual_connection != "standard" or has_others
 
 
-def _check_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
+def check_training_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise ValueError if the training of a named configuration takes more than the free memory of this machine."""
-    count, dtype = count_parameters(config), config.dtype or torch.get_default_dtype()
+    count = count_parameters(config)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.get_default_dtype()
     if torch.accelerator.is_available():
         # The weights are made in this memory. The other parts are on the device.
         parts, values = "weights", count.total
@@ -156,7 +212,7 @@ def _check_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
 
 def prepare_model(
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase | None,
+    config: PreTrainedConfig | None,
     sharding: DistributedConfig | None,
     checkpoint: str | None,
 ) -> PreTrainedModel:
@@ -164,7 +220,7 @@ def prepare_model(
 
     Args:
         recipe: The recipe of the run.
-        tokenizer: The tokenizer of the run.
+        config: The configuration of a model from scratch; `None` for a model that has weights.
         sharding: How `transformers` shards the model; `None` if each process has the whole model or a pipeline's part.
         checkpoint: The checkpoint that the run resumes from; `None` for a new run. Only a sharded model is loaded from
             it here: `Trainer` loads the weights of a whole model.
@@ -177,12 +233,12 @@ def prepare_model(
             recipe has no effect on it.
     """
     if sharding is None:
-        model = build_model(recipe, tokenizer, part_of_process(recipe))
+        model = build_model(recipe, config, part_of_process(recipe))
     else:
-        start, build = Path(recipe.out) / START, partial(build_model, recipe, tokenizer)
+        start, build = Path(recipe.out) / START, partial(build_model, recipe, config)
         if checkpoint is not None:
             model = load_sharded(checkpoint, sharding, start, build)
-        elif recipe.source.is_named or recipe.retrofit is not None:
+        elif config is not None or recipe.retrofit is not None:
             model = load_sharded(None, sharding, start, build)
         else:
             load = partial(load_sharded, sharding=sharding, start=start, build=build)
@@ -192,7 +248,7 @@ def prepare_model(
             f"`residual_alone` of the recipe is {recipe.residual_alone:g}, but must be 0: {recipe.model} has no "
             "tensors of residual connections, so nothing would be trained in these steps."
         )
-    if sharding is not None and recipe.distributed.sequence_parallel:
+    if sharding is not None and recipe.distributed is not None and recipe.distributed.sequence_parallel:
         # Here, since older versions of `transformers`, which shard no model, do not have the styles that it changes.
         from .parallel.sequence_parallel import shard_sequence
 
@@ -206,12 +262,12 @@ def part_of_process(recipe: Recipe) -> Part | None:
     return None if settings is None else part_of(settings, PartialState().process_index % settings.stages)
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, part: Part | None = None) -> PreTrainedModel:
+def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | None = None) -> PreTrainedModel:
     """Make or load the model of a recipe in this process, with its retrofit and adapters.
 
     Args:
         recipe: The recipe of the run.
-        tokenizer: The tokenizer of the run; a model from scratch has its vocabulary.
+        config: The configuration of a model from scratch; `None` for a model that has weights.
         part: A function that gives the names of the tensors that this process needs. The others are left on the meta
             device, except where `load_whole` loads them all. `None` for the whole model.
 
@@ -221,29 +277,38 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, part:
     Raises:
         OSError, ValueError: The model cannot be loaded or retrofitted.
     """
-    source, fields = recipe.source, _config_fields(recipe, tokenizer)
-    if source.is_named:
-        model = source.build(**fields) if part is None else make_part(source.config(**fields), part)
+    options = recipe.retrofit
+    if config is not None:
+        model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
+    elif options is None:
+        model = recipe.source.build(starts_anew=True, part=part, **recipe.config)
     else:
-        loaded = part if part is None or recipe.retrofit is None else partial(_part_of_retrofit, recipe, part)
-        load = None if recipe.retrofit is None else load_source
-        options = {} if loaded is None else {"part": loaded}
-        model = source.build(load, starts_anew=True, **options, **fields)
-    if recipe.retrofit is not None:
+        loaded = None if part is None else partial(_part_of_retrofit, options, part)
+        model = recipe.source.build(load_source, starts_anew=True, part=loaded, **recipe.config)
+    if options is not None:
         # A retrofit of the whole model refuses one that is offloaded.
-        model = retrofit(model, **recipe.retrofit) if part is None else retrofit_part(model, **recipe.retrofit)
+        model = retrofit(model, **options) if part is None else retrofit_part(model, **options)
     if recipe.lora is not None:
         from .lora import add_adapters  # here, since `peft` comes with an extra
 
-        model = add_adapters(model, **recipe.lora.given())
+        # A PEFT model passes calls and attributes on to the model that it wraps.
+        model = cast(PreTrainedModel, add_adapters(model, **recipe.lora.given()))
     check_fsdp2(model)
     return model
 
 
-def _part_of_retrofit(recipe: Recipe, part: Part, source: PreTrainedModel) -> frozenset[str]:
+def _part_of_retrofit(options: dict[str, Any], part: Part, source: PreTrainedModel) -> frozenset[str]:
     """Return the names that `part` gives for the retrofit of a model: its layers decide how it is cut."""
     with torch.device("meta"):
-        return part(AutoModelForCausalLM.from_config(retrofit_config(source.config, **recipe.retrofit)))
+        return part(AutoModelForCausalLM.from_config(retrofit_config(source.config, **options)))
 
 
-__all__ = ["build_model", "check_model", "prepare_model", "prepare_source", "prepare_tokenizer"]
+__all__ = [
+    "build_model",
+    "check_model",
+    "check_training_memory",
+    "prepare_arguments",
+    "prepare_model",
+    "prepare_source",
+    "set_steps",
+]

@@ -23,6 +23,7 @@ from attnres.utils.yaml_files import TextScalars, UniqueKeys, parse_yaml
 
 from .parallel.pipeline_settings import PipelineSettings
 from .settings import (
+    DECIDED_BY_RUN,
     Count,
     Factor,
     LoraSettings,
@@ -33,11 +34,13 @@ from .settings import (
     Settings,
     ShardingSettings,
     Share,
+    TrainerFields,
     Whole,
     check_keys,
     explained,
+    read_trainer_fields,
+    trainer_fields,
 )
-from .trainer_fields import DECIDED_BY_RUN, TrainerFields, read_trainer_fields, trainer_fields
 
 # The values of three keys. They stand here, not beside the code that they choose, so that reading a recipe does not
 # import PyTorch.
@@ -158,7 +161,7 @@ class Recipe:
         pipeline: How the model is cut into the stages of a pipeline: fields of
             [`attnres.training.parallel.pipeline_settings.PipelineSettings`], such as `{stages: 4, microbatches: 8}`.
         trainer: Fields of `transformers.TrainingArguments`, except those that the run sets (`DECIDED_BY_RUN` in
-            `trainer_fields.py`): `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`,
+            `settings.py`): `bf16`, `activation_checkpointing`, `torch_compile`, `report_to` (`tensorboard`,
             `trackio`), and so on.
 
     Raises:
@@ -240,6 +243,8 @@ class Recipe:
                 "`lora` and `retrofit` of the recipe exclude each other, since an adapter's base has to be on disk: "
                 "run `attnres convert` first, and leave `retrofit` out."
             )
+        if self.lora is not None and self.source.is_named:
+            raise ValueError(f"{self.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
         for name, needed in (("merge", "lora"), ("held_out_split", "held_out")):
             if getattr(self, name) and not getattr(self, needed):
                 raise ValueError(f"`{name}` of the recipe has no effect without `{needed}`: give both or neither.")

@@ -1,4 +1,4 @@
-"""The last phase of a training run: collect its results, save the model, and describe the run on the model card.
+"""Describe a run before it begins. At its end collect the results, save the model, and describe the run on its card.
 
 `results.json` is written last: a folder that has this file holds a finished run.
 """
@@ -6,8 +6,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import attnres
@@ -32,20 +32,93 @@ from attnres.utils.hub import is_hub_id
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 from attnres.utils.wording import counted
 
+from .data.sets import RunData
 from .recipe import Recipe
 from .run_folder import ADAPTER, MODEL, RESULTS
 from .trainer import AttnResTrainer
 
 CURVE = "loss.png"
+MANY_EPOCHS = 10  # a run that reads its data more often gets a note
 LARGEST_EXPONENT = 700.0  # `exp` of a larger loss would exceed the range of floats
 
 
-def collect_results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
+def describe_run(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    data: RunData,
+    device: torch.device,
+    shares: str = "1 process",
+    parameters: int | None = None,
+) -> list[str]:
+    """Describe a run before it begins: model, data, steps and processes, and notes on possible mistakes.
+
+    Args:
+        recipe: The recipe of the run.
+        model: The model that is trained.
+        data: The data of the run.
+        device: The device of the first process.
+        shares: How many processes train, and how they share the model, in words.
+        parameters: The number of parameters of the whole model, all trained, if `model` is a part of it.
+
+    Returns:
+        The lines. Notes come last and begin with `Note:`.
+    """
+    config = model.config.get_text_config()
+    # The total is that of model cards, with the biases of routers, which are buffers. A rule trains them.
+    total = count_stored(model) if parameters is None else parameters
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    is_whole = all(parameter.requires_grad for parameter in model.parameters())
+    kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
+    start = "from scratch" if recipe.source.is_named else "with its weights"
+    sequences = f"sequences of {recipe.length:,} tokens"
+    count = data.sequences
+    steps = recipe.count_steps(count)
+    if count is not None:
+        train = f"{count:,} {sequences}"
+        epochs = f", {steps * recipe.batch_size / count:.2g} epochs"
+    else:
+        train, epochs = f"a stream of {sequences}", ""
+    documents = f"{data.train.info.description}: " if data.train.info.description else ""
+    tokens = steps * recipe.batch_size * recipe.length
+    return [
+        f"Model: {recipe.model} ({config.model_type}), {start}, {kind}",
+        f"Parameters: {total:,}, of which {'all' if is_whole else f'{trained:,}'} are trained, on {device}",
+        shares,
+        f"Data: {documents}{train} to train on, {len(data.held_out):,} held out",
+        f"Run: {counted(steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "
+        f"{tokens:,} tokens{epochs}; into {recipe.out}",
+        *(f"Note: {note}" for note in _notes(recipe, model, steps, count)),
+    ]
+
+
+def _notes(recipe: Recipe, model: PreTrainedModel, steps: int, sequences: int | None) -> Iterator[str]:
+    """Yield notes on a run that is shorter than asked for, repeats its data often, or exceeds the model's context."""
+    if sequences is not None:
+        epochs, asked = (count * recipe.batch_size / sequences for count in (steps, recipe.most_steps or steps))
+        if asked > epochs:
+            yield (
+                f"{recipe.most_steps:,} steps would read this data {asked:,.{0 if asked >= 10 else 2}f} times: the run "
+                f"ends after epochs={recipe.epochs:g}. Give more data for a longer run; steps=N sets another length."
+            )
+        elif epochs > MANY_EPOCHS:
+            fewer = max(1, MANY_EPOCHS * sequences // recipe.batch_size)
+            yield (
+                f"the run reads its data {epochs:.0f} times, which a model learns by heart: give more data, or at most "
+                f"steps={fewer} for {MANY_EPOCHS} epochs."
+            )
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and recipe.length > positions:
+        yield (
+            f"length={recipe.length} is beyond the {positions:,} positions that the model is made for: give at most "
+            f"length={positions}."
+        )
+
+
+def collect_results(trainer: AttnResTrainer) -> dict[str, Any]:
     """Collect the numbers of a run from its log. Measure the held-out loss if the log has none for the last step.
 
     Args:
         trainer: The trainer, whose training has ended.
-        recipe: The recipe of the run.
 
     Returns:
         The content of `results.json`; losses in nats/token, curves as pairs of step and loss. `held_out_loss` is that
@@ -60,7 +133,7 @@ def collect_results(trainer: AttnResTrainer, recipe: Recipe) -> dict[str, Any]:
         "perplexity": math.exp(min(loss, LARGEST_EXPONENT)),
         "steps": trainer.state.global_step,
         **({} if trainer.best_step is None else {"best_step": trainer.best_step}),
-        "tokens": trainer.state.global_step * recipe.batch_size * recipe.length,
+        "tokens": trainer.state.global_step * trainer.recipe.batch_size * trainer.recipe.length,
         "training_loss": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "held_out_losses": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
         "software": {"attnres": attnres.__version__, "torch": torch.__version__},
@@ -89,9 +162,7 @@ def _loss_at_start(results: Mapping[str, Any]) -> float | None:
     return next((loss for step, loss in results["held_out_losses"] if step == 0), None)
 
 
-def write_run(
-    trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str, results: dict[str, Any]
-) -> None:
+def write_run(trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, name: str, results: dict[str, Any]) -> None:
     """Write the model or adapter, the loss curve and the results into the folder of the run.
 
     All processes call it together; the first one writes.
@@ -99,7 +170,6 @@ def write_run(
     Args:
         trainer: The trainer, whose training has ended.
         tokenizer: The tokenizer of the run.
-        recipe: The recipe of the run.
         name: The recipe's name if it comes with `attnres`, else empty.
         results: The results of [`collect_results`].
 
@@ -107,30 +177,23 @@ def write_run(
         OSError: The files cannot be written. The checkpoints of the run stay.
     """
     try:
-        _write_files(trainer, tokenizer, recipe, name, results)
+        _write_files(trainer, tokenizer, name, results)
     except (OSError, RuntimeError, SafetensorError) as error:
         if is_lost_connection(error) or is_timeout(error):
             raise  # another process has failed, and reports why; or it hangs
         raise OSError(
-            f"the results of the run could not be written to {Path(recipe.out)}: {why_not_written(error)}. Its "
+            f"the results of the run could not be written to {Path(trainer.recipe.out)}: {why_not_written(error)}. Its "
             "checkpoints are there: the same command resumes from the last one."
         ) from error
 
 
 def _write_files(
-    trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, name: str, results: dict[str, Any]
+    trainer: AttnResTrainer, tokenizer: PreTrainedTokenizerBase, name: str, results: dict[str, Any]
 ) -> None:
     """Write the files of [`write_run`], which explains the errors."""
-    out, is_main = Path(recipe.out), trainer.is_world_process_zero()
+    recipe, is_main = trainer.recipe, trainer.is_world_process_zero()
+    out = Path(recipe.out)
     kind, written = (MODEL, WRITTEN_MODEL) if recipe.lora is None else (ADAPTER, WRITTEN_ADAPTER)
-    write_card_to = partial(
-        write_training_card,
-        recipe=recipe,
-        name=name,
-        results=results,
-        processes=trainer.args.world_size,
-        parameters=trainer.total_parameters,
-    )
     with contextlib.ExitStack() as stack:
         partial_dir = out / f".{kind}.partial"  # the temporary directory that `atomic_directory` makes
         if is_main:
@@ -143,46 +206,33 @@ def _write_files(
             (partial_dir / "training_args.bin").unlink(missing_ok=True)
             tokenizer.save_pretrained(partial_dir)
             if kind == MODEL:
-                write_card_to(partial_dir, trainer.accelerator.unwrap_model(trainer.model))
+                model = trainer.accelerator.unwrap_model(trainer.model)
+                _write_card(partial_dir, model, trainer, name, results)
     if is_main:
         if recipe.lora is not None and recipe.merge:
             with atomic_directory(out / MODEL, WRITTEN_MODEL, overwrite=True) as partial_dir:
-                merged = trainer.model.merge_and_unload()
+                adapted: Any = trainer.model  # a `PeftModel`, whose package need not be installed
+                merged = adapted.merge_and_unload()
                 merged.save_pretrained(partial_dir)
                 tokenizer.save_pretrained(partial_dir)
-                write_card_to(partial_dir, merged)
+                _write_card(partial_dir, merged, trainer, name, results)
         curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
         plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)
         atomic_write(out / RESULTS, json.dumps(results, indent=2) + "\n")
     trainer.accelerator.wait_for_everyone()
 
 
-def write_training_card(
-    folder: Path,
-    model: PreTrainedModel,
-    recipe: Recipe,
-    name: str,
-    results: Mapping[str, Any],
-    processes: int,
-    parameters: int | None = None,
-) -> None:
-    """Write the card of the model that a run has saved, if the model is of this family.
-
-    Args:
-        folder: The folder of the saved model.
-        model: The trained model.
-        recipe: The recipe of the run.
-        name: The recipe's name if it comes with `attnres`, else empty.
-        results: The results of [`collect_results`].
-        processes: How many processes trained.
-        parameters: The number of parameters of the whole model. By default those of `model`.
-    """
+def _write_card(folder: Path, model: nn.Module, trainer: AttnResTrainer, name: str, results: Mapping[str, Any]) -> None:
+    """Write the card of the trained model that lies in `folder`, if the model is of this family."""
+    recipe = trainer.recipe
     config = model.config
     if not isinstance(config, ResidualConfig):
         return
     hub_id = recipe.source.hub_id
     commit = getattr(config, "_commit_hash", None)
-    source = Path(recipe.model) if recipe.source.is_folder else hub_id and _card_on_hub(hub_id, commit)
+    source = Path(recipe.model) if recipe.source.is_folder else None
+    if hub_id is not None:
+        source = _card_on_hub(hub_id, commit)
     base = link_model(hub_id, recipe.model, commit)
     if recipe.source.is_named:
         step = f"**Trained from scratch**, the configuration {base}"
@@ -190,7 +240,7 @@ def write_training_card(
         step = f"**Retrofit** of {base}, {config.connection.describe(config)}, then **trained**"
     else:
         step = f"**Trained**, from {base},"
-    data, training = _describe_data(recipe.train), _describe_training(recipe, results, processes)
+    data, training = _describe_data(recipe.train), _describe_training(recipe, results, trainer.args.world_size)
     step += f" by `attnres train{f' {name}' if name else ''}`{data}: {training}"
     if left_out := _describe_left_out(config, recipe.source, commit):
         step += f" {left_out}"
@@ -200,7 +250,7 @@ def write_training_card(
         folder,
         f"{run}/model",
         title=run,
-        parameters=parameters or count_stored(model),
+        parameters=trainer.total_parameters or count_stored(model),
         datasets=_hub_ids(recipe.train),
     )
     write_card(subject, step, source, hub_id)
@@ -257,4 +307,4 @@ def _card_on_hub(hub_id: str, commit: str | None) -> Path | None:
         return None
 
 
-__all__ = ["collect_results", "describe_results", "write_run", "write_training_card"]
+__all__ = ["collect_results", "describe_results", "describe_run", "write_run"]

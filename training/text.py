@@ -1,23 +1,58 @@
-"""Text and tokenizers for small training runs: the sources of the Python installation, or a file.
+"""Tokenizers to train with, and text for small runs: the sources of the Python installation, or a file.
 
 The demo needs no network: it trains its own tokenizer on these sources.
 """
 
 import hashlib
 import os
+import platform
 import sys
 import sysconfig
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from attnres.checkpoints.tokenizers import load_tokenizer
+from attnres.checkpoints.source import ModelSource
+from attnres.utils.wording import counted
 
 from .data.loaders import END_OF_TEXT, TEXT_COLUMN, load_text
 
 PADDING = "<|pad|>"
+MAX_TEXT_CHARACTERS = 4_000_000
+# Every fourth document is held out. The loss is measured on the first tokens of the first of these.
+HELD_OUT_EVERY, HELD_OUT_DOCUMENTS, HELD_OUT_CHARACTERS = 4, 64, 1500
+LEAST_DOCUMENTS = HELD_OUT_EVERY + 1  # so that two are held out
+PROMPT, PROMPT_CHARACTERS = "def ", 60  # for Python sources; the length of a prompt from another text
+
+
+@dataclass(frozen=True)
+class DemoText:
+    """The text of a demo.
+
+    Attributes:
+        source: Where it comes from, in words.
+        train: The documents to train on.
+        held_out: The beginnings of held-out documents.
+        prompt: The beginning that samples continue.
+        note: A remark for the screen.
+    """
+
+    source: str
+    train: list[str]
+    held_out: list[str]
+    prompt: str
+    note: str = ""
+
+    @property
+    def sha256(self) -> str:
+        """Return a digest of all documents."""
+        digest = hashlib.sha256()
+        for document in (*self.held_out, *self.train):
+            digest.update(document.encode("utf-8") + b"\0")
+        return digest.hexdigest()
 
 
 def python_sources(max_characters: int) -> list[str]:
@@ -65,25 +100,45 @@ def read_documents(path: str | os.PathLike, max_characters: int = sys.maxsize) -
     return documents
 
 
-def open_tokenizer(source: str, remedy: str = "") -> PreTrainedTokenizerBase:
+def read_demo_text(path: Path | None) -> DemoText:
+    """Read a file of text, or the sources of the Python installation."""
+    documents = python_sources(MAX_TEXT_CHARACTERS) if path is None else read_documents(path, MAX_TEXT_CHARACTERS)
+    if len(documents) < LEAST_DOCUMENTS:
+        raise ValueError(
+            f"{path} has {counted(len(documents), 'document')}, but the demo needs at least {LEAST_DOCUMENTS}: give a "
+            "longer --text. A document ends at an empty line or, if there is one, at a line of <|endoftext|> alone."
+        )
+    train = [document for i, document in enumerate(documents) if i % HELD_OUT_EVERY]
+    held_out = [document[:HELD_OUT_CHARACTERS] for document in documents[::HELD_OUT_EVERY][:HELD_OUT_DOCUMENTS]]
+    if path is None:
+        source = f"the standard library of Python {platform.python_version()}"
+        return DemoText(source, train, held_out, PROMPT, " Another Python has another text.")
+    # The first words of a document, without the last one, which may be cut.
+    prompt = held_out[0][: PROMPT_CHARACTERS + 1]
+    if len(prompt) > PROMPT_CHARACTERS:
+        prompt = prompt.rpartition(" ")[0] or prompt[:-1]
+    return DemoText(str(path), train, held_out, prompt)
+
+
+def open_tokenizer(name: str, remedy: str = "") -> PreTrainedTokenizerBase:
     """Load a tokenizer to train with, without the code that came with it.
 
     Args:
-        source: The directory or Hub id of the tokenizer.
-        remedy: The end of the error message, which says how to name another tokenizer, as for [`load_tokenizer`].
+        name: The folder or Hub id of the tokenizer.
+        remedy: The end of the error message, which says how to name another tokenizer.
 
     Returns:
         The tokenizer.
 
     Raises:
-        OSError: `source` is neither a directory nor a tokenizer that the Hub gives.
+        FileNotFoundError: The tokenizer cannot be found or read.
         ValueError: The tokenizer does not load, or has no end-of-text token.
     """
-    tokenizer = load_tokenizer(source, remedy=remedy)
+    tokenizer = ModelSource(name).tokenizer(remedy)
     # Code that came with the tokenizer was not run, so the saved tokenizer must not refer to it.
     tokenizer.init_kwargs.pop("auto_map", None)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {source} has no end-of-text token; set its `eos_token`.")
+        raise ValueError(f"the tokenizer of {name} has no end-of-text token; set its `eos_token`.")
     return tokenizer
 
 

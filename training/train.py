@@ -6,12 +6,15 @@ One process runs it by `attnres train RECIPE [key=value ...]`, and several proce
 
 import contextlib
 import sys
+import threading
+from collections.abc import Generator
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from rich.console import Console
@@ -23,11 +26,9 @@ from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
-from .arguments import prepare_arguments, set_steps
 from .checkpoints import check_best, check_checkpoint
 from .data.sets import prepare_data
-from .disk_space import check_disk
-from .display import Display, describe_run
+from .display import Display
 from .launch import check_launch, read_launch
 from .parallel.pipeline import TrainingPipeline
 from .parallel.pipeline_trainer import PipelineTrainer, describe_pipeline
@@ -38,13 +39,14 @@ from .parallel.sharding import (
     make_sharding,
     shard_by_deepspeed_later,
 )
-from .prepare import prepare_model, prepare_source
+from .prepare import prepare_arguments, prepare_model, prepare_source, set_steps
 from .recipe import Recipe
-from .report import collect_results, describe_results, write_run
+from .report import collect_results, describe_results, describe_run, write_run
 from .run_folder import check_data, check_length, hold_folder, record_run
+from .saving import check_disk
 from .trainer import AttnResTrainer
-from .waiting import first_process_first
 
+_BEAT = 1.0  # seconds between two signs of life of the first process
 TERMINATED = 128 + 15  # the exit status of a process that SIGTERM ends
 
 
@@ -104,44 +106,40 @@ def _train_in_folder(
             check_checkpoint(Path(checkpoint))
             if arguments.load_best_model_at_end:
                 check_best(Path(checkpoint))
-        tokenizer = prepare_source(recipe, name)
-        train, held_out, digests = prepare_data(recipe, tokenizer)
-        set_steps(arguments, recipe, train)
+        tokenizer, config = prepare_source(recipe, name)
+        data = prepare_data(recipe, tokenizer)
+        set_steps(arguments, recipe, recipe.count_steps(data.sequences))
+        digests, resuming = data.digests, []
         if state.is_main_process:
             if (identity := recipe.source.identity()) is not None:
                 digests |= {"model": identity}
             if checkpoint is not None:
                 check_data(out, digests)
-                resuming = check_length(out, Path(checkpoint), arguments.max_steps)
+                resuming = [check_length(out, Path(checkpoint), arguments.max_steps)]
 
     with quiet_transformers():
         with status(Console(), f"Loading {recipe.model} ...") if state.is_main_process else contextlib.nullcontext():
-            model = prepare_model(recipe, tokenizer, sharding, checkpoint)
+            model = prepare_model(recipe, config, sharding, checkpoint)
         display = Display()
         # Without the tokenizer, whose special tokens `Trainer` would write over the model's: the token that ends a turn
         # of a chat model is often not the tokenizer's end-of-text token.
-        options = {"train_dataset": train, "eval_dataset": held_out}
+        options = {"train_dataset": data.train, "eval_dataset": data.held_out}
         if recipe.pipeline is not None:
-            trainer = PipelineTrainer(
-                TrainingPipeline(model, recipe.pipeline, arguments.device), recipe, arguments, **options
-            )
+            pipeline = TrainingPipeline(model, recipe.pipeline, arguments.device)
+            trainer = PipelineTrainer(pipeline, recipe, arguments, **options)
+            shares = describe_pipeline(pipeline)
         else:
             trainer = AttnResTrainer(model, recipe, arguments, **options)
+            shares = describe_sharding(trainer, sharding)
         shard_by_deepspeed_later()
-        shares = describe_sharding(trainer, sharding)
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(display)
         if state.is_main_process:
             check_disk(trainer, recipe, 0 if checkpoint is None else int(checkpoint.rpartition("-")[2]))
             record_run(out, recipe, digests, is_resumed=checkpoint is not None)
-            if recipe.pipeline is not None:
-                shares = describe_pipeline(trainer.pipeline)
-            described = recipe, model, train, held_out, arguments.device, shares, trainer.total_parameters
-            lines = describe_run(*described)
-            print("\n".join(lines), flush=True)
-            if checkpoint:
-                print(resuming, flush=True)
+            described = describe_run(recipe, model, data, arguments.device, shares, trainer.total_parameters)
+            print("\n".join([*described, *resuming]), flush=True)
         try:
             with contextlib.closing(display):
                 trainer.train(resume_from_checkpoint=checkpoint)
@@ -153,11 +151,63 @@ def _train_in_folder(
             if state.is_main_process:
                 print(f"Stopped after step {trainer.state.global_step}. The same command resumes from there.")
             sys.exit(TERMINATED)
-        results = collect_results(trainer, recipe)
-        write_run(trainer, tokenizer, recipe, name, results)
+        results = collect_results(trainer)
+        write_run(trainer, tokenizer, name, results)
     if state.is_main_process:
         print(describe_results(results, out))
     return results
+
+
+@contextlib.contextmanager
+def first_process_first(state: PartialState, seconds: int) -> Generator[None]:
+    """Run the block in the first process, and afterwards in the others, however long the first one takes.
+
+    The first process may tokenise for hours, so that a limit of its time would be wrong. In another thread it gives a
+    sign of life every second. The other processes wait for each sign no longer than the limit.
+
+    Args:
+        state: The processes of the run.
+        seconds: The longest time between two signs of life.
+
+    Raises:
+        RuntimeError: The first process has given no sign of life for too long, or has ended.
+    """
+    if state.num_processes == 1:
+        yield
+        return
+    # gloo, so that tensors on CPUs travel between processes with GPUs too.
+    group: Any = dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo")
+    if not state.is_main_process:
+        has_ended = torch.zeros(())
+        while not has_ended:
+            dist.broadcast(has_ended, src=0, group=group)
+        yield
+        return
+    ended, failed = threading.Event(), threading.Event()
+    errors: list[RuntimeError] = []
+
+    def give_signs() -> None:
+        has_ended = False
+        try:
+            while not has_ended and not failed.is_set():
+                has_ended = ended.wait(_BEAT)
+                if not failed.is_set():
+                    dist.broadcast(torch.tensor(float(has_ended)), src=0, group=group)
+        except RuntimeError as error:  # another process hangs or has ended
+            errors.append(error)
+
+    signs = threading.Thread(target=give_signs, daemon=True)
+    signs.start()
+    try:
+        yield
+    except BaseException:
+        failed.set()  # the others must not go on; they notice that this process ends
+        raise
+    finally:
+        ended.set()
+        signs.join()
+    if errors:
+        raise errors[0]
 
 
 def _describe_interruption(out: Path, steps: int) -> str:
@@ -168,4 +218,4 @@ def _describe_interruption(out: Path, steps: int) -> str:
     return f"{stopped}. The last checkpoint is {checkpoint}: the same command resumes from there."
 
 
-__all__ = ["run_train"]
+__all__ = ["first_process_first", "run_train"]

@@ -1,58 +1,47 @@
-"""`transformers.Trainer` for a recipe, with checkpoints that are either complete or absent.
+"""`transformers.Trainer` for a recipe.
 
-It differs from `Trainer` as follows:
+It differs from `Trainer` as follows, beside the checkpoints of [`attnres.training.saving.ResumableTrainer`]:
 
 - The recipe decides the optimizer and the schedule.
-- A checkpoint is written under another name and then renamed. SIGTERM saves a checkpoint and stops the run.
+- SIGTERM saves a checkpoint and stops the run.
 - A loss or a gradient that is not finite stops the run. The error names the documents of a loss.
 - The held-out loss is a mean over tokens.
 - The log has the load of the experts, tokens/s and the depth attention.
+
+`Trainer` averages the means of batches. That number depends on `micro_batch_size` and on the number of processes if
+batches have different numbers of labels: with conversations, with a shorter last batch, or with the rows that pad the
+last batch of several processes. Here each row of the held-out data counts once, weighted by its tokens.
 """
 
-import contextlib
 import math
-import os
-import secrets
-import shutil
+import signal
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
+import torch.nn.functional as F
+from accelerate.utils import gather_object
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
-from transformers.distributed import load_optimizer_distributed, save_optimizer_distributed
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
-    EvalLoopOutput,
-    TrainOutput,
-    get_last_checkpoint,
-    rotate_checkpoints,
-)
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 from transformers.utils.generic import is_flash_attention_requested
 
 from attnres.configuration_attnres import ResidualConfig
 from attnres.residual_attnres import residual_tensors
-from attnres.utils.errors import about, is_lost_connection, is_timeout, why_not_written
 from attnres.utils.token_ids import check_token_ids
 
 from .balance import ExpertBalance
-from .checkpoints import ResumableTrainer, cannot_resume_note
-from .held_out import ROW, NumberedRows, TokenMean
+from .data.packing import IGNORED
 from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
-from .run_folder import PARTIAL
-from .trainer_callbacks import Intervals, StopOnSignal
+from .saving import ResumableTrainer
 
-OPTIMIZER = "optimizer"  # the folder of a sharded model's optimizer in a checkpoint
+ROW = "row"  # the key of a row's number in the data set
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -72,62 +61,154 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return batch | {"documents": [row["documents"] for row in rows]}
 
 
+class NumberedRows(torch.utils.data.Dataset):
+    """A data set that adds to each row its number, so that a row that two processes evaluate counts once.
+
+    Args:
+        rows: The data set.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]]):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.rows[number] | {ROW: number}
+
+
+class TokenMean:
+    """The sums from which the mean loss over the tokens of all processes is computed."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[float, int]] = {}  # number -> sum of the loss, count of tokens
+
+    def add(self, numbers: Tensor, logits: Tensor, labels: Tensor) -> float:
+        """Add the rows of a batch, and return the sum of their losses.
+
+        Args:
+            numbers: The rows' numbers, `[batch]`.
+            logits: The model's logits, `[batch, seq, vocab]`. The logits at a position predict the next label.
+            labels: Token ids, `[batch, seq]`. `-100` is ignored.
+
+        Returns:
+            The sum over the tokens of the batch.
+        """
+        total = 0.0
+        # Row by row, since the logits of a whole batch in float32 would take as much memory again as training does.
+        for number, row, targets in zip(numbers.tolist(), logits, labels):
+            targets = targets[1:].to(row.device)
+            loss = F.cross_entropy(row[:-1].float(), targets, reduction="sum", ignore_index=IGNORED)
+            self._rows[number] = loss.item(), int((targets != IGNORED).sum())
+            total += self._rows[number][0]
+        return total
+
+    def result(self) -> float:
+        """Return the mean loss in nats/token over the rows of all processes. All processes call it together.
+
+        Raises:
+            ValueError: No row has a token to predict.
+        """
+        rows: Mapping[int, tuple[float, int]] = dict(gather_object(list(self._rows.items())))
+        tokens = sum(count for _, count in rows.values())
+        if not tokens:
+            raise ValueError("the held-out data has no token to predict: give other data by `held_out`.")
+        return math.fsum(loss for loss, _ in rows.values()) / tokens
+
+
+class StopOnSignal(TrainerCallback):
+    """A callback that, on SIGTERM to any of the processes, saves a checkpoint after the step and ends training.
+
+    Args:
+        trainer: The trainer that it is a callback of.
+
+    Attributes:
+        received: Whether a process has received SIGTERM and, since all processes know of it, the run stops. A signal
+            after the last step changes nothing, as the run ends anyway.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.received = self._is_signalled = False
+        self._previous_handler: Any = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Begin to listen for SIGTERM."""
+        self._previous_handler = signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._is_signalled = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Save and stop if a process has received SIGTERM."""
+        # All processes have to stop after the same step, whichever of them has received the signal.
+        flag = torch.tensor(int(self._is_signalled), device=args.device)
+        self.received = bool(self.trainer.accelerator.reduce(flag, "sum"))
+        if self.received:
+            control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """Keep the checkpoint that a stopped run resumes from."""
+        if self.received:
+            # With `save_total_limit` 1 and `load_best_model_at_end`, `Trainer` ends by removing all but the best.
+            args.save_total_limit = None
+
+    def restore_handler(self) -> None:
+        """Restore the handler of SIGTERM that was there before training, if training has begun."""
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)
+            self._previous_handler = None
+
+
+class Intervals(TrainerCallback):
+    """A callback that logs, evaluates and saves by the settings of this run, also where an earlier run had others.
+
+    `Trainer` goes on by the intervals that a checkpoint has stored.
+    """
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Set the intervals."""
+        state.compute_steps(args, state.max_steps)
+
+
 class AttnResTrainer(ResumableTrainer):
     """A `Trainer` of a model by a [`Recipe`].
 
     Args:
         model: The model, whole or sharded among the processes by `transformers`.
         recipe: The recipe of the run.
-        arguments: The arguments that [`attnres.training.arguments.prepare_arguments`] makes from the recipe.
+        arguments: The arguments that [`attnres.training.prepare.prepare_arguments`] makes from the recipe.
         options: Other arguments of `Trainer`, such as the data sets.
 
     Attributes:
         recipe: The recipe.
         stopping: The callback that ends the run after SIGTERM.
-        is_sharded: Whether `transformers` has sharded the model among the processes.
-        best_step: The step of the checkpoint that `load_best_model_at_end` has loaded, `None` without one.
 
     Raises:
         ValueError: The recipe sets `separate_documents`, and the model cannot keep documents apart.
         FloatingPointError: From `train`: the loss, a held-out loss or the norm of the gradients is not finite. From
             `evaluate`: the held-out loss is not.
-        OSError: From `train`: a checkpoint cannot be written. The one before it stays.
     """
-
-    model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, arguments: TrainingArguments, **options):
         if recipe.separate_documents:
             _check_separable(model, recipe)
         self.recipe = recipe
         self.stopping = StopOnSignal(self)
-        self._saving_in: str | None = None  # the folder that a checkpoint is being written into
-        self.best_step: int | None = None
         callbacks = [Intervals(), *self._callbacks(), self.stopping]
         # The warning is about changing a layer's output in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        self.is_sharded: bool = getattr(model, "is_distributed_loading_by_transformers", False)
-        if self.is_sharded:
-            # `Trainer` cannot save a sharded optimizer; `_save_checkpoint` does.
-            arguments.save_only_model = True
         if options.get("eval_dataset") is not None:
             options["eval_dataset"] = NumberedRows(options["eval_dataset"])
         super().__init__(model, arguments, data_collator=self._collate, callbacks=callbacks, **options)
         if self.label_smoother is not None:
             # `Trainer` does not shift the labels of a compiled model, whose class it does not know.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
-        # A random part of the name of that folder, the same in all processes of this run. So a process that outlives
-        # its run cannot write into a checkpoint of the next one.
-        self._run_id: str = broadcast_object_list([secrets.token_hex(4)])[0]
 
     def _callbacks(self) -> list[TrainerCallback]:
         """Return the callbacks that measure and balance the model."""
         return [Monitor(), ExpertBalance(self.recipe.expert_balancing)]
-
-    @property
-    def total_parameters(self) -> int | None:
-        """Return the number of parameters of the whole model if this process has only some layers, else `None`."""
-        return None
 
     def results(self) -> dict[str, Any]:
         """Return what `results.json` holds beside the losses. All processes call it together."""
@@ -284,175 +365,6 @@ class AttnResTrainer(ResumableTrainer):
         loss = {f"{metric_key_prefix}_loss": self._held_out.result()}
         return output._replace(metrics={**(output.metrics or {}), **loss})
 
-    # Checkpoints
-
-    def _get_output_dir(self, trial=None) -> str:
-        """Return the folder that `Trainer` puts the next checkpoint into."""
-        return self._saving_in or super()._get_output_dir(trial)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the weights: for a checkpoint as resuming reads them, else as a whole model in the published layout."""
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if not isinstance(model, PreTrainedModel):
-            return super()._save(output_dir, state_dict)
-        is_main, is_checkpoint = self.args.should_save, self._saving_in is not None
-        sharding = getattr(model.config, "distributed_config", None)
-        if self.is_sharded and not is_checkpoint:
-            state_dict = model.gather_sharded_state_dict_for_save(
-                model, model.state_dict(), sharding, save_on_this_rank=is_main
-            )
-            model.config.distributed_config = None  # since the files hold a whole model
-        if state_dict is not None:
-            # Gathering copies tied weights, and `save_pretrained` does not see that the copies are tied.
-            state_dict = {name: state_dict[name] for name in state_dict if name not in model.all_tied_weights_keys}
-        in_parts = self.is_sharded and is_checkpoint
-        with _untied(model) if in_parts else contextlib.nullcontext():
-            # A checkpoint has the model's own names of tensors, since resuming does not read a published layout.
-            model.save_pretrained(
-                output_dir or self.args.output_dir or "",
-                state_dict=state_dict,
-                is_main_process=is_main,
-                save_original_format=not is_checkpoint,
-                distributed_checkpoint=in_parts,
-            )
-        if sharding is not None:
-            model.config.distributed_config = sharding
-
-    def _save_checkpoint(self, model, trial) -> None:
-        """Write a checkpoint under another name, and rename it once every process has written its part."""
-        run = Path(self.args.output_dir or "")
-        self._saving_in = str(run / f"{PARTIAL}{self._run_id}")
-        try:
-            if self.args.should_save:
-                shutil.rmtree(self._saving_in, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            if self.is_sharded:
-                folder = f"{self._saving_in}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                self._save_optimizer_and_scheduler(folder)
-                self._save_rng_state(folder)
-            self._name_best(run)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                (folder,) = Path(self._saving_in).iterdir()  # `checkpoint-N`
-                if self.state.best_global_step:
-                    self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-                shutil.rmtree(run / folder.name, ignore_errors=True)
-                # Otherwise a machine that loses its power could leave a checkpoint with empty files.
-                _flush(folder)
-                folder.rename(run / folder.name)
-        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-            if is_lost_connection(error) or is_timeout(error):
-                raise  # another process has failed, and reports why; or it hangs
-            last = get_last_checkpoint(str(run))
-            raise OSError(
-                f"the checkpoint of step {self.state.global_step} could not be written: {why_not_written(error)}. "
-                f"The last one is {last or 'none'}."
-            ) from error
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(self._saving_in, ignore_errors=True)
-            self._saving_in = None
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(str(run), save_total_limit=self.args.save_total_limit, best_model_checkpoint=best)
-        self.accelerator.wait_for_everyone()
-
-    def _name_best(self, run: Path) -> None:
-        """Set the path of the best checkpoint, which `Trainer` takes for a part of the folder being written into."""
-        if step := self.state.best_global_step:
-            path = run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-            if step == self.state.global_step or path.is_dir():
-                self.state.best_model_checkpoint = str(path)
-
-    def _load_best_model(self) -> None:
-        """Load the checkpoint with the lowest held-out loss, as `Trainer` calls it when training ends.
-
-        Raises:
-            FileNotFoundError: Someone has removed it. `Trainer` would only log this, and go on with the last weights.
-        """
-        # pyrefly: ignore[bad-argument-type]  # `Trainer` calls this only if there is one
-        folder = Path(self.state.best_model_checkpoint)
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"{folder}, the checkpoint with the lowest held-out loss, was removed during the run. Take another "
-                f"checkpoint in {folder.parent} as the result."
-            )
-        self._load_best_weights(folder)
-        self.best_step = self.state.best_global_step
-
-    def _load_best_weights(self, folder: Path) -> None:
-        """Load the weights of the best checkpoint, in this folder."""
-        super()._load_best_model()
-
-    # Checkpoints of sharded models: each process reads and writes its part.
-
-    @property
-    def has_optimizer_parts(self) -> bool:
-        """Return whether each process writes its part of the optimizer's state into a checkpoint."""
-        return self.is_sharded
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        # A sharded model has been loaded from the checkpoint already.
-        if not self.is_sharded:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self.has_optimizer_parts:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        # pyrefly: ignore[missing-attribute]  # `accelerate` has wrapped it
-        save_optimizer_distributed(self.model, self.optimizer.optimizer, f"{output_dir}/{OPTIMIZER}")
-        if self.args.should_save:
-            # pyrefly: ignore[missing-attribute]  # made before the first step
-            torch.save(self.lr_scheduler.state_dict(), f"{output_dir}/{SCHEDULER_NAME}")
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self._load_states(checkpoint)
-        schedule = self.lr_scheduler
-        if checkpoint is not None and isinstance(schedule, LambdaLR):  # DeepSpeed has its own
-            # The checkpoint has the rates of the next step in a run of its length, and this run may be longer.
-            for group, rate, factor in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas):
-                group["lr"] = rate * factor(schedule.last_epoch)
-            schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]  # which `Trainer` logs
-
-    def _load_states(self, checkpoint: str | None) -> None:
-        if not self.has_optimizer_parts or checkpoint is None:
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        folder = Path(checkpoint)
-        with about(folder / OPTIMIZER, cannot_resume_note(folder)):
-            # pyrefly: ignore[missing-attribute]  # `accelerate` has wrapped it
-            load_optimizer_distributed(self.model, self.optimizer.optimizer, str(folder / OPTIMIZER))
-        with about(folder / SCHEDULER_NAME, cannot_resume_note(folder)):
-            self._load_schedule(folder / SCHEDULER_NAME)
-
-    def _load_schedule(self, path: Path) -> None:
-        """Continue the schedule at the step of a checkpoint."""
-        # pyrefly: ignore[missing-attribute]  # made before the first step
-        self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
-
-
-@contextlib.contextmanager
-def _untied(model: PreTrainedModel) -> Generator[None]:
-    """Give tied parameters memory of their own for a while.
-
-    `transformers` writes all parameters of a sharded checkpoint, and `safetensors` refuses those that share memory, as
-    they do in a resumed run.
-    """
-    model.state_dict()  # FSDP2 puts the parts of parameters into the modules before it reads them
-    tied = []
-    for name in model.all_tied_weights_keys:
-        owner, _, leaf = name.rpartition(".")
-        parameters = model.get_submodule(owner)._parameters
-        if (parameter := parameters[leaf]) is None:
-            continue
-        tied.append((parameters, leaf, parameter))
-        parameters[leaf] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-    try:
-        yield
-    finally:
-        for parameters, leaf, parameter in tied:
-            parameters[leaf] = parameter
-
 
 def _check_separable(model: PreTrainedModel, recipe: Recipe) -> None:
     """Raise ValueError if the model would silently let documents of one row attend to each other."""
@@ -470,9 +382,4 @@ def _check_separable(model: PreTrainedModel, recipe: Recipe) -> None:
         )
 
 
-def _flush(folder: Path) -> None:
-    """Make sure that the files of a folder are on the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+__all__ = ["ROW", "AttnResTrainer", "StopOnSignal", "TokenMean", "collate"]

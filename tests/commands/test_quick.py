@@ -25,7 +25,7 @@ from attnres.configuration import count_parameters, load, names
 from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.eval.benchmarks import benchmarks
 from attnres.training.recipe import read_recipe, write_recipe
-from attnres.training.trainer_fields import trainer_fields
+from attnres.training.settings import trainer_fields
 from attnres.utils import declared as declarations
 from attnres.utils import hub
 from attnres.utils.declared import declared_connections

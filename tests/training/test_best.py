@@ -35,7 +35,7 @@ def test_the_model_and_the_held_out_loss_at_the_end_are_those_of_the_best_checkp
     )
     trainer = AttnResTrainer(tiny_model(), recipe, arguments, train_dataset=rows, eval_dataset=held_out)
     trainer.train()
-    results = collect_results(trainer, recipe)
+    results = collect_results(trainer)
     losses = {step: loss for step, loss in results["held_out_losses"]}
     best = min(losses, key=losses.get)
     assert len(losses) == 5 and best < 5

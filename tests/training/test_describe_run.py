@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.conversion import retrofit
 from attnres.training.data.blocks import DataSpec, load_blocks
-from attnres.training.display import describe_run, show_share
+from attnres.training.data.sets import RunData
+from attnres.training.display import show_share
 from attnres.training.recipe import Recipe
+from attnres.training.report import describe_run
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def described(parts, model: str, named: str = "lab/model", **changes) -> list[st
     blocks = parts["blocks"]
     train, held_out = blocks.select(range(len(blocks) - 3)), blocks.select(range(len(blocks) - 3, len(blocks)))
     recipe = Recipe(named, ("a",), "runs/x", **{"steps": 2, "batch_size": 4, "length": 64} | changes)
-    return describe_run(recipe, parts[model], train, held_out, torch.device("cpu"))
+    return describe_run(recipe, parts[model], RunData(train, held_out, {}), torch.device("cpu"))
 
 
 def test_the_header_names_model_parameters_data_and_steps(parts):

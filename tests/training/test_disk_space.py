@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnres.conversion import retrofit
 from attnres.training import train as train_module
-from attnres.training.disk_space import check_disk, checkpoint_bytes, model_bytes
 from attnres.training.recipe import Recipe
+from attnres.training.saving import check_disk, checkpoint_bytes, model_bytes
 from attnres.training.train import run_train
 
 from .blocks import some_texts, write

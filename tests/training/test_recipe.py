@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 from attnres.checkpoints.source import ModelSource
-from attnres.training import arguments
+from attnres.training import prepare
 from attnres.training.data.sets import prepare_data
 from attnres.training.recipe import Recipe, read_recipe, recipe_names, write_recipe
-from attnres.training.trainer_fields import DECIDED_BY_RUN
+from attnres.training.settings import DECIDED_BY_RUN
 
 NEEDED = ("model=m", "train=a.txt", "out=o")
 
@@ -99,6 +99,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("save_only_model=true",), "A recipe has no `save_only_model`. There is model, train, "),
         (("bf16=true",), "A recipe has no `bf16`. It is a field of the trainer: give `trainer.bf16`."),
         (("steps",), "'steps' is not of the form key=value. A value with spaces needs quotes."),
+        (("model=attnres-tiny", "lora={}"), "attnres-tiny starts from scratch: an adapter would have no base. Leave "),
         (
             ("config={dtype:", "float32,", "eos_token_id:", "[1,", "2]}", "steps=5"),
             "The shell divides config={dtype: float32, eos_token_id: [1, 2]} at its spaces: put it in quotes, 'c",
@@ -221,7 +222,7 @@ def test_values_of_the_trainer_are_read_as_its_fields_take_them():
 def test_half_precision_with_a_scaled_loss_is_refused_on_a_cpu():
     recipe = Recipe("m", ("a",), "o", steps=1, trainer={"fp16": True})
     with pytest.raises(ValueError, match=r"`trainer\.fp16` of the recipe has no effect on a CPU: leave it out, or use"):
-        arguments.prepare_arguments(recipe, PartialState(cpu=True))
+        prepare.prepare_arguments(recipe, PartialState(cpu=True))
 
 
 def test_fields_of_the_trainer_that_change_no_rows_are_accepted():
@@ -233,13 +234,13 @@ def test_fields_of_the_trainer_that_change_no_rows_are_accepted():
         "label_smoothing_factor": 0.1,
     }
     recipe = Recipe("m", ("a",), "o", steps=1, trainer=trainer)
-    assert arguments.prepare_arguments(recipe, PartialState(cpu=True)).activation_checkpointing_kwargs
+    assert prepare.prepare_arguments(recipe, PartialState(cpu=True)).activation_checkpointing_kwargs
 
 
 def test_a_stream_is_read_by_each_process_also_with_other_settings_of_accelerate():
     trainer = {"accelerator_config": {"non_blocking": True}}
     recipe = Recipe("m", ("a",), "o", steps=1, streaming=True, held_out=("b",), trainer=trainer)
-    settings = arguments.prepare_arguments(recipe, PartialState(cpu=True)).accelerator_config
+    settings = prepare.prepare_arguments(recipe, PartialState(cpu=True)).accelerator_config
     assert (settings.non_blocking, settings.dispatch_batches) == (True, False)
 
 
@@ -272,9 +273,9 @@ def test_holding_out_more_sequences_than_there_are_is_refused(tokenizer, monkeyp
 
 def test_a_recipe_may_set_a_field_of_the_trainer_only_if_the_run_has_just_a_default_for_it(monkeypatch, tmp_path):
     seen = {}
-    monkeypatch.setattr(arguments, "TrainingArguments", lambda **given: seen.update(given) or TrainingArguments())
+    monkeypatch.setattr(prepare, "TrainingArguments", lambda **given: seen.update(given) or TrainingArguments())
     monkeypatch.chdir(tmp_path)
-    arguments.prepare_arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True))
+    prepare.prepare_arguments(read_recipe("finetune", NEEDED), PartialState(cpu=True))
     assert seen.keys() - DECIDED_BY_RUN.keys() == {
         *("eval_strategy", "eval_steps", "eval_on_start"),
         *("report_to", "dataloader_pin_memory"),

@@ -23,7 +23,7 @@ def trainer(request, tiny_model, tmp_path) -> AttnResTrainer:
     """Return a trainer of a model, or of adapters that are written beside a merged model."""
     lora = {"rank": 2} if request.param == "merged" else None
     out = str(tmp_path / "out")
-    recipe = Recipe("attnres-tiny", ("a.txt",), out, tokenizer="t", steps=1, lora=lora, merge=lora is not None)
+    recipe = Recipe(str(tmp_path), ("a.txt",), out, steps=1, lora=lora, merge=lora is not None)
     model = tiny_model()
     if lora:
         lora_module = pytest.importorskip("attnres.training.lora")
@@ -48,7 +48,7 @@ def write(trainer, tokenizer) -> Callable[..., int]:
 
         os.rename = rename_or_die
         with hold_folder(Path(trainer.recipe.out), trainer.recipe):
-            write_run(trainer, tokenizer, trainer.recipe, "", RESULTS)
+            write_run(trainer, tokenizer, "", RESULTS)
 
     return lambda killed_before=None: exit_code(in_child(lambda: do(killed_before)))
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel, TrainerCallback, TrainingArguments
 
-from attnres.training.checkpoints import ResumableTrainer
 from attnres.training.recipe import Recipe
+from attnres.training.saving import ResumableTrainer
 from attnres.training.trainer import AttnResTrainer
 
 STEPS = 4

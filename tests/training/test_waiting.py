@@ -18,7 +18,7 @@ from pathlib import Path
 from accelerate import PartialState
 from attnres.training.recipe import Recipe
 from attnres.commands.guard import guarded
-from attnres.training.waiting import first_process_first
+from attnres.training.train import first_process_first
 
 stops, pid = sys.argv[1:]
 

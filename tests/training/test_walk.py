@@ -47,7 +47,7 @@ def calls(assets, tmp_path_factory) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_no_value_of_a_recipe_is_checked_again_in_the_run(calls):
-    again = {name for path, name in calls if path in ("training/settings.py", "training/trainer_fields.py")}
+    again = {name for path, name in calls if path == "training/settings.py"}
     assert again <= {"explained", "given"}  # the first one for the environment
     assert not [name for path, name in calls if path == "training/parallel/pipeline_settings.py"]
 

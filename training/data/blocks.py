@@ -1,33 +1,36 @@
 """Load data sets as blocks of tokens: tokenise, shuffle the documents, cut their stream into blocks, shuffle these.
 
 Tokens and blocks are kept in a cache and memory-mapped from there. The name of a cache folder is a digest of everything
-that its content depends on.
+that its content depends on. One process builds a folder, and a folder that is incomplete or damaged is built again.
 """
 
 import hashlib
 import json
 import logging
+import os
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from attnres.utils.extras import require_extra
 from attnres.utils.progress import Pace
 from attnres.utils.wording import counted
 
-from .cache import build_once
 from .documents import DataSpec, Documents, Skipped
 from .encoding import Encode, Encoder, key_of
 from .packing import Place, Tokens, pack
 
 with require_extra("train"):
-    import datasets
+    import datasets.config
     import pyarrow as pa
     import pyarrow.compute as pc
     from datasets import Dataset, IterableDataset, concatenate_datasets
@@ -37,6 +40,7 @@ SHUFFLE_BUFFER = 2048  # blocks in memory, among which a stream is shuffled
 _VERSION = 4  # of the cache's content: raise it when the same data would give other tokens or blocks
 _TOKENS, _BLOCKS, _SKIPPED, _COUNTS = "tokens.arrow", "blocks.arrow", "skipped.json", "counts.json"
 _DIGEST = "digest.txt"
+_MANIFEST = "manifest.json"  # of a cache folder: the size and checksum of each file
 _TOKENS_AT_ONCE = 1 << 22
 
 logger = logging.getLogger(__name__)
@@ -142,7 +146,7 @@ def _generate(
         for blocks in pack(count(), length, separate):
             num_blocks += len(blocks.documents)
             labels = blocks.ids if blocks.labels is None else blocks.labels
-            columns = {"input_ids": blocks.ids, "labels": labels}
+            columns: dict[str, Any] = {"input_ids": blocks.ids, "labels": labels}
             if separate:
                 columns["position_ids"] = blocks.positions
             for i, sources in enumerate(blocks.documents):
@@ -201,7 +205,7 @@ def _write_blocks(token_folder: Path, length: int, seed: int | None, folder: Pat
     documents = Dataset.from_file(str(token_folder / _TOKENS))
     skipped = _read_skipped(token_folder)
     if seed is not None:
-        documents = documents.select(_order(seed, 0, len(documents)))
+        documents = select_rows(documents, _order(seed, 0, len(documents)))
     block = pa.list_(pa.int32(), length)
     labels = {"labels": block} if separate or "labels" in documents.column_names else {}
     positions = {"position_ids": block} if separate else {}
@@ -213,10 +217,11 @@ def _write_blocks(token_folder: Path, length: int, seed: int | None, folder: Pat
             columns = (blocks.ids, blocks.labels, blocks.positions)
             parts = [part.ravel() for part in columns if part is not None]
             for digest, part in zip(digests, parts):
-                digest.update(np.ascontiguousarray(part))
+                digest.update(np.ascontiguousarray(part).data)
             lists = [pa.FixedSizeListArray.from_arrays(part, length) for part in parts]
             file.write_batch(pa.record_batch([*lists, pa.array(blocks.documents)], schema=schema))
             count += len(blocks.documents)
+    # pyrefly: ignore[missing-attribute]  # pyarrow makes these functions when it is imported
     total = pc.sum(pc.list_value_length(documents.data.column("input_ids"))).as_py() or 0
     if not count:
         raise ValueError(_describe_no_block(name, len(documents), total, length, skipped))
@@ -229,7 +234,8 @@ def _read_tokens(documents: Dataset) -> Iterator[Tokens]:
     """Yield the documents in batches of about [`_TOKENS_AT_ONCE`] tokens."""
     average = documents.data.nbytes / 4 / max(1, documents.data.num_rows)  # tokens of a document, 4 bytes each
     at_once = int(min(max(1, _TOKENS_AT_ONCE / max(1, average)), 4096))
-    for table in documents.with_format("arrow").iter(at_once):
+    tables: Iterator[Any] = documents.with_format("arrow").iter(at_once)
+    for table in tables:
         lists = table["input_ids"].combine_chunks()
         labels = table["labels"].combine_chunks().flatten().to_numpy() if "labels" in table.column_names else None
         places = zip(*(table[column].to_pylist() for column in Place._fields))
@@ -241,13 +247,19 @@ def _open_blocks(folder: Path, seed: int | None) -> Dataset:
     """Open the blocks of a cache folder, shuffled by `seed`."""
     blocks = Dataset.from_file(str(folder / _BLOCKS))
     if "labels" not in blocks.column_names:  # the labels are the tokens: map the same file twice
-        labels = blocks.select_columns("input_ids").rename_column("input_ids", "labels")
+        labels: Any = blocks.select_columns("input_ids").rename_column("input_ids", "labels")
         blocks = concatenate_datasets([blocks, labels], axis=1)
     if seed is not None:
-        blocks = blocks.select(_order(seed, 1, len(blocks)))
+        blocks = select_rows(blocks, _order(seed, 1, len(blocks)))
     counts = json.loads((folder / _COUNTS).read_text())
     blocks.info.description = ", ".join(counted(number, noun) for noun, number in counts.items())
     return blocks.with_format("torch")
+
+
+def select_rows(rows: Dataset, numbers: Iterable[int]) -> Dataset:
+    """Return rows of a data set by their numbers."""
+    selected: Any = rows.select(numbers)  # its decorator declares other types too
+    return selected
 
 
 def digest_of(blocks: Dataset) -> str:
@@ -279,3 +291,70 @@ def _describe_no_block(name: str, documents: int, tokens: int, length: int, skip
             f"{name}: no sequence of {length} tokens holds a token of the assistant's part. Give a larger `length`."
         )
     return f"{problem} {skipped}" if skipped else problem
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Build a cache folder, unless an earlier call has built it.
+
+    The folder is filled under a temporary name, so that a killed run leaves no incomplete one. A lock lets one process
+    build while the others wait. A manifest holds the size and checksum of every file, and a folder that does not match
+    its manifest is built again.
+
+    Args:
+        folder: The folder.
+        build: A function that writes the files into the empty folder that it is called with. If it raises an `OSError`
+            about data that it reads, the error must have no `errno`: one with an `errno` counts as an error of writing.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: The folder cannot be written.
+        Exception: Any error of `build`. The folder is removed then.
+    """
+    if _is_whole(folder):
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not _is_whole(folder):
+                _build(folder, build)
+    except OSError as error:
+        if error.errno is None:  # from `build`, about data that it reads
+            raise
+        raise OSError(f"The cache {folder.parent} cannot be written: {os.strerror(error.errno)}.") from error
+    return folder
+
+
+def _build(folder: Path, build: Callable[[Path], None]) -> None:
+    partial = folder.with_name(f"{folder.name}.partial")
+    # `folder` may be damaged, and a killed run may have left `partial`.
+    for left_over in (folder, partial):
+        if left_over.exists():
+            shutil.rmtree(left_over)
+    partial.mkdir()
+    try:
+        build(partial)
+        manifest = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
+        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether the files of a folder match its manifest."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        return all(_checksum(folder / name) == checksum for name, checksum in manifest.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _checksum(path: Path) -> list[int]:
+    """Return the size and the CRC-32 of a file. CRC-32 finds accidental damage and is as fast as the disk."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            checksum = zlib.crc32(chunk, checksum)
+    return [os.path.getsize(path), checksum]

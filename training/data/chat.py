@@ -94,13 +94,11 @@ class _ChatEncoder:
         # `apply_chat_template` finds the tokens of a part by their offsets. Many tokenizers give no offset for a space,
         # so it would stop at the first part that begins with a space. Like it, this leaves out keys without a value.
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        (text,), (parts,) = render_jinja_template(
-            [messages],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
+        special: dict[str, Any] = self.tokenizer.special_tokens_map
+        rendered: Any = render_jinja_template(
+            [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **special
         )
+        (text,), (parts,) = rendered
         return text, [(start, end) for start, end in parts if start < end]
 
     def _unmarked(self, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
@@ -130,7 +128,9 @@ class _ChatEncoder:
     def _without_trailing_space(self, ids: list[int], start: int, end: int) -> int:
         """Return the end of a part without the white space after its end-of-turn token."""
         last = next((i for i in range(end - 1, start - 1, -1) if ids[i] in self.added_tokens), None)
-        return end if last is None or self.tokenizer.decode(ids[last + 1 : end]).strip() else last + 1
+        if last is None or str(self.tokenizer.decode(ids[last + 1 : end])).strip():
+            return end
+        return last + 1
 
     def _ending(self, template: str, messages: list[dict], tools: list | None) -> int | None:
         """Return the control token that ends a turn behind the marked part, or `None`.
@@ -148,9 +148,10 @@ class _ChatEncoder:
         return None
 
     def _render(self, messages: list[dict], tools: list | None, add_generation_prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(
+        text: Any = self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
+        return text  # a text since `tokenize` is false
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]

@@ -7,10 +7,10 @@ file ends the run or is counted.
 import glob
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from yaml import YAMLError
 
@@ -19,7 +19,7 @@ from attnres.utils.yaml_files import load_card_metadata
 
 from ..recipe import BAD_ROWS
 from .loaders import LOADERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, describe_missing_column, kind_of
-from .paths import HUB_ID, DataFolder, check_suffix, describe_empty, find_local
+from .paths import DataFolder, HubData, check_suffix, describe_empty, find_data
 
 with require_extra("train"):
     from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
@@ -54,7 +54,7 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         paths = (self.paths,) if isinstance(self.paths, str | Path) else self.paths
-        object.__setattr__(self, "paths", tuple(str(path) for path in paths))
+        object.__setattr__(self, "paths", tuple(map(str, paths)))
         if not self.paths:
             raise ValueError("`paths` is empty: name at least one data set or file.")
         if self.bad_rows not in BAD_ROWS:
@@ -79,26 +79,6 @@ class Skipped:
         return f"Skipped {' and '.join(counts)}, the first because: {self.reason}" if self else "Skipped nothing."
 
 
-class DocumentSource(Protocol):
-    """One file or data set of a [`DataSpec`]; `name` is its name as the user wrote it."""
-
-    name: str
-
-    def identity(self) -> tuple:
-        """Return values that change when the content changes."""
-
-    def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-        """Yield a document for each row, or a ValueError that explains what is wrong with the row.
-
-        Args:
-            column: The column that a document needs.
-            whole_rows: Whether to give all columns, or only `column`.
-
-        Raises:
-            OSError, ValueError: The source as a whole cannot be read.
-        """
-
-
 @dataclass(frozen=True)
 class FileSource:
     """A local file."""
@@ -114,7 +94,15 @@ class FileSource:
         return self.name, str(Path(self.name).resolve()), status.st_size, status.st_mtime_ns
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-        """Read the file by the loader of its suffix."""
+        """Yield a document for each row, or a ValueError that explains what is wrong with the row.
+
+        Args:
+            column: The column that a document needs.
+            whole_rows: Whether to give all columns, or only `column`.
+
+        Raises:
+            OSError, ValueError: The file as a whole cannot be read.
+        """
         return LOADERS[Path(self.name).suffix.lower()](self.name, column, whole_rows)
 
 
@@ -127,18 +115,21 @@ class DatasetSource:
 
     def identity(self) -> tuple:
         """Return the name and the fingerprint of the data set."""
-        # A private attribute: `datasets` has no public value that changes with the content.
-        return self.name, self.data._fingerprint
+        # A private attribute: `datasets` has no public value that changes with the content. A stream has none.
+        return self.name, vars(self.data)["_fingerprint"]
 
     def read(self, column: str, whole_rows: bool) -> Iterator[Document | ValueError]:
-        """Read the rows of the data set, `ROWS_AT_ONCE` at a time."""
-        data = self.data
+        """Yield the rows of the data set, read `ROWS_AT_ONCE` at a time, as [`FileSource.read`] does."""
+        data: Any = self.data
         if data.column_names is not None:  # a stream may not know its columns
             check_column(self.name, column, data.column_names)
             data = data if whole_rows else data.select_columns([column])
         rows = (dict(zip(batch, values)) for batch in data.iter(ROWS_AT_ONCE) for values in zip(*batch.values()))
         for number, row in enumerate(rows, 1):
             yield Document(row, self.name, number, number)
+
+
+DocumentSource = FileSource | DatasetSource  # one file or data set of a [`DataSpec`], `name` as the user wrote it
 
 
 @dataclass
@@ -191,8 +182,9 @@ class Documents(Iterable[Document]):
         try:
             for item in source.read(self.spec.column, self.whole_rows):
                 is_empty = False
-                problem = item if isinstance(item, ValueError) else self._problem(item)
-                if problem:
+                if isinstance(item, ValueError):
+                    self.skip_row(item)
+                elif problem := self._problem(item):
                     self.skip_row(problem)
                 elif self.whole_rows or item.row[self.spec.column].strip():
                     yield item
@@ -234,7 +226,8 @@ def file_identities(spec: DataSpec) -> list[tuple[str, int, int]]:
     identities = []
     for path in spec.paths:
         try:
-            for source in _local_sources(path, spec) or ():
+            data = find_data(path)
+            for source in () if isinstance(data, HubData) else _local_sources(data, spec):
                 status = os.stat(source.name)
                 identities.append((source.name, status.st_size, status.st_mtime_ns))
         except (OSError, ValueError):
@@ -243,7 +236,7 @@ def file_identities(spec: DataSpec) -> list[tuple[str, int, int]]:
     return identities
 
 
-def find_sources(path: str, spec: DataSpec) -> list[DocumentSource]:
+def find_sources(path: str, spec: DataSpec) -> Sequence[DocumentSource]:
     """Find the files or the data set that one of the paths of a [`DataSpec`] names.
 
     Args:
@@ -257,20 +250,18 @@ def find_sources(path: str, spec: DataSpec) -> list[DocumentSource]:
         FileNotFoundError: The path names nothing.
         ValueError: The kind of file is unknown, or the split or configuration does not exist.
     """
-    sources = _local_sources(path, spec)
-    if sources is not None:
-        return sources
-    hub_id = HUB_ID.fullmatch(path)
-    options = {"split": spec.split, "streaming": spec.streaming}
-    return [DatasetSource(path, _explained(path, load_dataset, hub_id["id"], hub_id["config"], **options))]
+    data = find_data(path)
+    if isinstance(data, HubData):
+        options = {"split": spec.split, "streaming": spec.streaming}
+        return [DatasetSource(path, _explained(path, load_dataset, *data, **options))]
+    return _local_sources(data, spec)
 
 
-def _local_sources(path: str, spec: DataSpec) -> list[FileSource] | None:
-    """Return the files that a path of a [`DataSpec`] names; `None` for a Hub id. Raise as [`find_sources`] does."""
-    local = find_local(path)
-    if isinstance(local, DataFolder):
-        return _folder_sources(local.path, local.config, spec)
-    return None if local is None else [FileSource(file) for file in local]
+def _local_sources(data: list[str] | DataFolder, spec: DataSpec) -> list[FileSource]:
+    """Return the files that a path of a [`DataSpec`] names. Raise as [`find_sources`] does."""
+    if isinstance(data, DataFolder):
+        return _folder_sources(data.path, data.config, spec)
+    return [FileSource(file) for file in data]
 
 
 def _folder_sources(path: Path, config: str | None, spec: DataSpec) -> list[FileSource]:

@@ -60,12 +60,15 @@ class Encoder:
     def batches(self, documents: Documents) -> Iterator[Tokens]:
         """Yield the tokens of all documents. `bad_rows` of `documents` decides about rows that cannot be encoded."""
         for batch in _batched(documents, documents.spec.column):
-            tokens = self._encode_rows(batch, documents) if self.encode else self._encode_texts(batch, documents)
+            if self.encode is None:
+                tokens = self._encode_texts(batch, documents.spec.column)
+            else:
+                tokens = _encode_rows(self.encode, batch, documents)
             if tokens.places:
                 yield tokens
 
-    def _encode_texts(self, batch: list[Document], documents: Documents) -> Tokens:
-        texts = [document.row[documents.spec.column] for document in batch]
+    def _encode_texts(self, batch: list[Document], column: str) -> Tokens:
+        texts = [document.row[column] for document in batch]
         if self.tokenizer.is_fast:
             # A call resets the padding and truncation that an earlier call may have left in the backend.
             self.tokenizer("")
@@ -76,21 +79,22 @@ class Encoder:
         end = self.tokenizer.eos_token_id
         return _join([text if text[-1:] == [end] else [*text, end] for text in ids], None, batch)
 
-    def _encode_rows(self, batch: list[Document], documents: Documents) -> Tokens:
-        ids, labels, encoded = [], [], []
-        for document in batch:
-            try:
-                row = self.encode(document.row)
-                if len(row["input_ids"]) != len(row["labels"]):
-                    raise ValueError(f"{len(row['input_ids'])} tokens, but {len(row['labels'])} labels.")
-            except ValueError as error:
-                documents.skip_row(ValueError(f"{document.source}:{document.first}: {error}"))
-                continue
-            if len(row["input_ids"]):
-                ids.append(row["input_ids"])
-                labels.append(row["labels"])
-                encoded.append(document)
-        return _join(ids, labels, encoded)
+
+def _encode_rows(encode: Encode, batch: list[Document], documents: Documents) -> Tokens:
+    ids, labels, encoded = [], [], []
+    for document in batch:
+        try:
+            row = encode(document.row)
+            if len(row["input_ids"]) != len(row["labels"]):
+                raise ValueError(f"{len(row['input_ids'])} tokens, but {len(row['labels'])} labels.")
+        except ValueError as error:
+            documents.skip_row(ValueError(f"{document.source}:{document.first}: {error}"))
+            continue
+        if len(row["input_ids"]):
+            ids.append(row["input_ids"])
+            labels.append(row["labels"])
+            encoded.append(document)
+    return _join(ids, labels, encoded)
 
 
 def key_of(*parts: Any) -> str:

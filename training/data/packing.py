@@ -35,10 +35,10 @@ class Tokens:
     places: list[Place]
 
     def __add__(self, other: "Tokens") -> "Tokens":
-        labels = None if other.labels is None else np.concatenate([self.labels, other.labels])
+        labels = [part.labels for part in (self, other) if part.labels is not None]
         return Tokens(
             np.concatenate([self.ids, other.ids]),
-            labels,
+            np.concatenate(labels) if labels else None,
             np.concatenate([self.lengths, other.lengths]),
             self.places + other.places,
         )

@@ -1,4 +1,4 @@
-"""Find the local files and folders that a recipe's data sets name, without PyTorch and without `datasets`.
+"""Find the files and folders that a recipe's data sets name, without PyTorch and without `datasets`.
 
 A data set is a local file, a folder, a glob pattern or a Hub id.
 """
@@ -13,7 +13,7 @@ from attnres.utils.hub import check_dataset
 
 from .loaders import LOADERS
 
-HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/:]+))?")
+_HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<config>[^/:]+))?")
 SUFFIXES = ", ".join(list(LOADERS)[:-1]) + f" or {list(LOADERS)[-1]}"
 
 
@@ -24,14 +24,21 @@ class DataFolder(NamedTuple):
     config: str | None = None
 
 
-def find_local(path: str) -> DataFolder | list[str] | None:
-    """Find what a data set of a recipe names on this machine.
+class HubData(NamedTuple):
+    """A data set on the Hub, and one of its configurations."""
+
+    id: str
+    config: str | None = None
+
+
+def find_data(path: str) -> list[str] | DataFolder | HubData:
+    """Find what a data set of a recipe names.
 
     Args:
         path: A file, a folder, a glob pattern or a Hub id.
 
     Returns:
-        A folder; or files, in order; or `None` for a Hub id.
+        Files, in order; or a folder; or a data set on the Hub, which may not exist.
 
     Raises:
         FileNotFoundError: The path names nothing.
@@ -50,9 +57,10 @@ def find_local(path: str) -> DataFolder | list[str] | None:
     folder, _, config = str(local).rpartition(":")
     if folder and Path(folder).is_dir():
         return DataFolder(Path(folder), config)
-    if HUB_ID.fullmatch(path) is None or local.suffix.lower() in LOADERS:
+    hub_id = _HUB_ID.fullmatch(path)
+    if hub_id is None or local.suffix.lower() in LOADERS:
         raise FileNotFoundError(f"{path} does not exist.")
-    return None
+    return HubData(hub_id["id"], hub_id["config"])
 
 
 def check_suffix(path: Path) -> str:
@@ -71,21 +79,21 @@ def check_data_path(path: str) -> None:
     """Check a data set of a recipe by its name and the names of files.
 
     Args:
-        path: As in [`find_local`].
+        path: As in [`find_data`].
 
     Raises:
         FileNotFoundError: The path names nothing, or a folder without files of data; or the Hub cannot be reached, and
             its cache does not have the data set.
         ValueError: The suffix of a file is unknown.
     """
-    local = find_local(path)
-    if local is None:
-        check_dataset(path, HUB_ID.fullmatch(path)["id"])
-    elif isinstance(local, DataFolder):
+    data = find_data(path)
+    if isinstance(data, HubData):
+        check_dataset(path, data.id)
+    elif isinstance(data, DataFolder):
         # A README.md may name files anywhere.
-        is_listed = (local.path / "README.md").is_file()
-        if not is_listed and not any(file.suffix.lower() in LOADERS for file in local.path.rglob("*")):
-            raise FileNotFoundError(describe_empty(local.path))
+        is_listed = (data.path / "README.md").is_file()
+        if not is_listed and not any(file.suffix.lower() in LOADERS for file in data.path.rglob("*")):
+            raise FileNotFoundError(describe_empty(data.path))
 
 
-__all__ = ["HUB_ID", "DataFolder", "check_data_path", "check_suffix", "describe_empty", "find_local"]
+__all__ = ["DataFolder", "HubData", "check_data_path", "check_suffix", "describe_empty", "find_data"]

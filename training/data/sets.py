@@ -2,26 +2,44 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from attnres.utils.extras import require_extra
 from attnres.utils.wording import counted
 
 from ..recipe import Recipe
-from .blocks import DataSpec, digest_of, load_blocks
+from .blocks import DataSpec, digest_of, load_blocks, select_rows
 from .chat import encode_chat
 from .documents import file_identities
 
-if TYPE_CHECKING:
+with require_extra("train"):
     from datasets import Dataset, IterableDataset
 
 MAX_HELD_OUT = 64  # sequences, if the recipe gives no number
 
 
-def prepare_data(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> "tuple[Dataset | IterableDataset, Dataset, dict[str, str]]":
+class RunData(NamedTuple):
+    """The data of a run.
+
+    Attributes:
+        train: The sequences to train on.
+        held_out: The sequences to measure the loss on.
+        digests: A text that changes with a data set, by its key in the recipe.
+    """
+
+    train: Dataset | IterableDataset
+    held_out: Dataset
+    digests: dict[str, str]
+
+    @property
+    def sequences(self) -> int | None:
+        """Return the number of sequences to train on; `None` for a stream."""
+        return len(self.train) if isinstance(self.train, Dataset) else None
+
+
+def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RunData:
     """Tokenise the data of a recipe, and divide it into sequences to train on and sequences held out.
 
     Args:
@@ -29,30 +47,30 @@ def prepare_data(
         tokenizer: The tokenizer of the run.
 
     Returns:
-        The sequences to train on, the held-out sequences, and a digest of each data set by its key in the recipe.
+        The data.
 
     Raises:
         OSError: A file cannot be read, or the cache cannot be written.
         ValueError: A data set, file or row cannot be used, or there are too few sequences.
     """
-    spec = DataSpec(tuple(recipe.train), recipe.split, recipe.column, recipe.streaming, recipe.bad_rows)
+    spec = DataSpec(recipe.train, recipe.split, recipe.column, recipe.streaming, recipe.bad_rows)
     encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
-    load_spec = partial(load_blocks, encode=encode, separate=recipe.separate_documents)
-    train = load_spec(spec, tokenizer, recipe.length, seed=recipe.seed)
-    if recipe.streaming:
-        # The tokens of a stream are not known yet: its files stand in for them.
-        digests = {"train": repr(file_identities(spec))}
-        # `Trainer` does not know where a pass over a stream ends: it would add the micro-batches of a short last step
-        # to the next step, and resume in the first pass. So there is one pass without an end.
-        train = train.repeat(None)
-    else:
-        digests = {"train": digest_of(train)}
+    options = {"encode": encode, "separate": recipe.separate_documents}
+    load_spec = partial(load_blocks, tokenizer=tokenizer, length=recipe.length, **options)
+    train = load_spec(spec, seed=recipe.seed)
     if recipe.held_out:
         split = recipe.held_out_split or recipe.split
-        spec = replace(spec, paths=tuple(recipe.held_out), split=split, streaming=False)
-        held_out = load_spec(spec, tokenizer, recipe.length, seed=None)
-        whole = train if recipe.streaming else _whole_batches(train, recipe)
-        return whole, held_out, digests | {"held_out": digest_of(held_out)}
+        held_out = load_spec(replace(spec, paths=recipe.held_out, split=split, streaming=False), seed=None)
+        assert isinstance(held_out, Dataset)
+        digests = {"held_out": digest_of(held_out)}
+        if isinstance(train, Dataset):
+            return RunData(_whole_batches(train, recipe), held_out, {"train": digest_of(train)} | digests)
+        # `Trainer` does not know where a pass over a stream ends: it would add the micro-batches of a short last step
+        # to the next step, and resume in the first pass. So there is one pass without an end.
+        endless = train.repeat(None)  # pyrefly: ignore[bad-argument-type]  # documented: `None` repeats without an end
+        # The tokens of a stream are not known yet: its files stand in for them.
+        return RunData(endless, held_out, {"train": repr(file_identities(spec))} | digests)
+    assert isinstance(train, Dataset)  # a recipe with a stream has `held_out`
     # At most a tenth of the data, so that most of a small data set is left to train on.
     count = recipe.held_out_sequences or min(MAX_HELD_OUT, max(1, len(train) // 10))
     num_train = len(train) - count
@@ -62,11 +80,11 @@ def prepare_data(
             f"{counted(len(train), 'sequence')} of {recipe.length} tokens: hold out fewer, name other data by "
             "`held_out`, or give more data, or a smaller `length`."
         )
-    held_out = train.select(range(num_train, len(train)))
-    return _whole_batches(train.select(range(num_train)), recipe, len(held_out)), held_out, digests
+    first, last = (select_rows(train, rows) for rows in (range(num_train), range(num_train, len(train))))
+    return RunData(_whole_batches(first, recipe, count), last, {"train": digest_of(train)})
 
 
-def _whole_batches(train: "Dataset", recipe: Recipe, num_held_out: int = 0) -> "Dataset":
+def _whole_batches(train: Dataset, recipe: Recipe, num_held_out: int = 0) -> Dataset:
     """Return the sequences without the last ones, which make no whole batch. Raise ValueError if none is left.
 
     The last batch of an epoch would be short, and with several processes accelerate would fill it with sequences of the
@@ -79,11 +97,11 @@ def _whole_batches(train: "Dataset", recipe: Recipe, num_held_out: int = 0) -> "
             f"the data has {counted(len(train) + num_held_out, 'sequence')} of {recipe.length} tokens{held_out}: less "
             f"than one batch of {recipe.batch_size}. Give more data, or smaller `length` or `batch_size`."
         )
-    whole = train.select(range(len(train) - left_out))
+    whole = select_rows(train, range(len(train) - left_out))
     if left_out:
         last = f"the last {counted(left_out, 'sequence')} left out, which fill no batch of {recipe.batch_size}"
         whole.info.description = ", ".join(filter(None, [train.info.description, last]))
     return whole
 
 
-__all__ = ["MAX_HELD_OUT", "prepare_data"]
+__all__ = ["MAX_HELD_OUT", "RunData", "prepare_data"]

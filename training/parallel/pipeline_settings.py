@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictBool, model_validator
 
-from ..settings import Count, Settings, Whole
-from ..trainer_fields import LONGEST_TIMEOUT
+from ..settings import LONGEST_TIMEOUT, Count, Settings, Whole
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
 # Schedule of `torch.distributed.pipelining` -> whether a process holds several chunks of the model.

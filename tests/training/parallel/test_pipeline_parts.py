@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attnres.backbones_attnres import config_on
 from attnres.checkpoints.whole import load_whole
@@ -15,7 +15,7 @@ from attnres.conversion.family import retrofit_config
 from attnres.kimi_linear_configuration_attnres import AttnResConfig
 from attnres.training.parallel.pipeline_parts import make_part, part_of
 from attnres.training.parallel.pipeline_settings import PipelineSettings
-from attnres.training.prepare import build_model, check_model
+from attnres.training.prepare import build_model, check_training_memory
 from attnres.training.recipe import Recipe
 
 from ... import forks
@@ -122,19 +122,19 @@ def test_a_checkpoint_without_the_tensors_of_connections_is_loaded_whole(tiny_mo
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
 
-def test_a_run_from_scratch_needs_memory_for_its_stage(assets, monkeypatch):
-    tokenizer = AutoTokenizer.from_pretrained(assets / "checkpoints" / "stories260K-hf")
+def test_a_run_from_scratch_needs_memory_for_its_stage(monkeypatch):
     recipe = Recipe("attnres-tiny", ("a.txt",), "out", steps=1, tokenizer="stories", optimizer="adamw")
     kept = 1 if torch.accelerator.is_available() else 4  # weights, on a CPU also gradients and two moments
-    needed = 4 * kept * count_parameters(load("attnres-tiny", vocab_size=len(tokenizer))).total
+    config = load("attnres-tiny")
+    needed = 4 * kept * count_parameters(config).total
     monkeypatch.setattr("attnres.checkpoints.whole.free_memory", lambda: int(0.8 * needed))
     with pytest.raises(ValueError, match=r"attnres-tiny has .* in float32 take "):
-        check_model(recipe, "pretrain", tokenizer)
+        check_training_memory(recipe, config)
     recipe = replace(recipe, pipeline={"stages": 2})
-    check_model(recipe, "pretrain", tokenizer)
+    check_training_memory(recipe, config)
     monkeypatch.setattr("attnres.checkpoints.whole.free_memory", lambda: int(0.2 * needed))
     with pytest.raises(ValueError, match=r"attnres-tiny has .* in float32 on a process take "):
-        check_model(recipe, "pretrain", tokenizer)
+        check_training_memory(recipe, config)
 
 
 def test_a_model_outside_the_family_is_refused_before_it_is_loaded(tmp_path):
