@@ -224,7 +224,7 @@ def _split_pass(
         single: Modules that compute single tokens, with the names of parameters whose gradients are to be summed.
     """
     forward: Callable[..., Any] = decoder.forward
-    names = cast(tuple[str, ...], decoder.argument_names)  # set when the class of the decoder is made
+    names = decoder.argument_names
 
     @wraps(forward)
     def forward_split(*args: Any, **kwargs: Any) -> Any:
