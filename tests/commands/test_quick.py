@@ -119,6 +119,7 @@ CASES = [
             (2, "`config.dtype` of the recipe is 'half', but ", "train=a", "config.dtype=half"),
         )
     ),
+    (("convert", "model", "out"), 1, "attnres: not enough space in "),
     (("convert", "model", "/proc/x"), 1, "attnres: DST /proc/x cannot be written (No such file or directory): choose "),
     (("convert", "empty", "out"), 1, "attnres: empty has no config.json: give the directory of a model.\n"),
     (("convert", "model", "out", "--set", "attn_res_gatd=true"), 2, " Did you mean `attn_res_gated`?"),
