@@ -255,6 +255,7 @@ def test_another_commit_of_a_model_on_the_hub_is_refused_with_both_names(monkeyp
     for commit in ("1a2b", "3c4d"):
         on_hub = Recipe("org/model", ("a.txt",), "out", steps=8)
         (snapshot := tmp_path / "snapshots" / commit).mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
         monkeypatch.setattr(checkpoint, "_download", lambda name, revision, snapshot=snapshot: snapshot)
         if commit == "1a2b":
             record_run(tmp_path, on_hub, {"model": on_hub.source.identity()}, is_resumed=False)
