@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 
 import datasets
+import huggingface_hub
 import pytest
 from accelerate import PartialState
 from hypothesis import given
@@ -253,7 +254,8 @@ def test_a_tilde_is_the_home_directory_in_names_of_models_data_and_out(monkeypat
     assert recipe.column == "~/x"
 
 
-def test_a_misspelt_configuration_gets_a_suggestion():
+def test_a_misspelt_configuration_gets_a_suggestion(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # else it would be tried for 90 seconds
     for read, is_suggested in ((ModelSource.config, True), (ModelSource.tokenizer, False)):
         with pytest.raises(FileNotFoundError) as caught:
             read(ModelSource("attnres-tinny"))
