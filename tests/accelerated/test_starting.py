@@ -232,8 +232,9 @@ def test_several_threads_may_call_at_once():
 @pytest.mark.slow
 def test_one_thread_computes_if_the_threads_do_not_start():
     code = CROWD.replace("numba.threading_layer()", "'none'")
-    environment = os.environ | {"NUMBA_THREADING_LAYER": "unheard-of", "NUMBA_NUM_THREADS": "2"}
-    done = forks.run("-c", code, env=environment)
+    threads = {"NUMBA_THREADING_LAYER": "unheard-of", "NUMBA_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-P", "-c", code]  # a fresh process, as in `printed_anew`
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | threads)
     assert done.stdout.strip() == "none 0", done.stderr[-2000:]
     assert done.stderr.count("numba's threads do not start (ValueError") == 1
 
