@@ -369,7 +369,8 @@ def _read_header(path: Path) -> Shard:
     if path.suffix == ".safetensors":
         return read_shard(path)
     names = {dtype: name for name, dtype in DTYPES.items()}
-    shapes = read_pickle_shapes(path, names)
+    with about(path):
+        shapes = read_pickle_shapes(path, names)
     return Shard(
         path, tuple(StoredTensor(name, names[dtype], shape, 0, 0) for name, (dtype, shape) in shapes.items()), 0, {}
     )

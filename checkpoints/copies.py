@@ -78,9 +78,10 @@ def _without_pickles(checkpoint: Checkpoint, scratch: Path) -> Checkpoint:
     for i, shard in enumerate(checkpoint.shards, 1):
         count = len(checkpoint.shards)
         path = scratch / (SAFE_WEIGHTS_NAME if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors")
-        tensors = read_pickle(shard.path, DTYPES.values())
-        with about(path):
-            save_file(tensors, path, {"format": "pt"})
+        with about(shard.path):  # tensors that safetensors cannot hold are refused only here
+            tensors = read_pickle(shard.path, DTYPES.values())
+            with about(path):
+                save_file(tensors, path, {"format": "pt"})
         shards.append(replace(read_shard(path), original=shard.path))
     return checkpoint.with_shards(shards)
 

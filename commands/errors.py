@@ -18,7 +18,8 @@ from attnres.utils.wording import extras_with, install_command, printable
 _FOR_USERS = (ImportError, OSError)
 # Errors with messages for users if this package raises them. From another package they are unforeseen.
 _FOR_USERS_IF_OURS = (ArithmeticError, RuntimeError, ValueError)
-_REPEAT = "Is the Hub reachable? The same command goes on: what was sent is not sent again."
+_GOES_ON = "The same command goes on: what was sent is not sent again."
+_REPEAT = f"Is the Hub reachable? {_GOES_ON}"
 # The classes of errors that libraries raise on files, settings or machines, with a remedy. They are known by name,
 # since the line must not depend on an import that fails.
 _OF_LIBRARIES = {
@@ -33,11 +34,12 @@ _OF_LIBRARIES = {
     "HTTPError": _REPEAT,
     "StrictDataclassError": "",
 }
-# The remedies for refusals of the Hub, by the status of its answer.
+# The remedies by the status of the Hub's answer. After any other status, the same command would be refused again.
 _OF_THE_HUB = {
     401: "Log in by `hf auth login`.",
     403: "Use a token that may do this. `attnres push` may also take another name or --create-pr.",
     404: "Does it exist, and may your token read it (`hf auth whoami`)?",
+    **dict.fromkeys((429, 500, 502, 503, 504), _GOES_ON),
 }
 # A note of `about`: the file, and the remedy with the stop before it.
 _NOTE = re.compile(r"\(in (.*?)\)((?:\. .*)?)")
@@ -66,7 +68,7 @@ def describe(error: BaseException) -> tuple[str, bool]:
         name = "MemoryError"
     remedy = _OF_LIBRARIES.get(name or "", "")
     if "HfHubHTTPError" in _classes(error):
-        text, remedy = _describe_answer(error, text, remedy)
+        text, remedy = _describe_answer(error, text)
     is_plain = isinstance(error, _FOR_USERS) or (
         isinstance(error, _FOR_USERS_IF_OURS) and _is_ours(error.__traceback__)
     )
@@ -85,11 +87,11 @@ def describe(error: BaseException) -> tuple[str, bool]:
     return printable(line), is_foreseen
 
 
-def _describe_answer(error: Any, text: str, remedy: str) -> tuple[str, str]:
-    """Return what the Hub has answered, and the remedy. `text` and `remedy` hold if the answer says nothing more."""
+def _describe_answer(error: Any, text: str) -> tuple[str, str]:
+    """Return what the Hub has answered, or `text` if the answer has no message; and the remedy."""
     status = error.response.status_code
     message = " ".join((error.server_message or text).split())
-    return f"the Hub answered {status}: {message}", _OF_THE_HUB.get(status, remedy)
+    return f"the Hub answered {status}: {message}", _OF_THE_HUB.get(status, "")
 
 
 def _classes(error: BaseException) -> Iterator[str]:

@@ -237,7 +237,13 @@ def _send(api: HfApi, repo: str, operations: list[CommitOperationAdd], **options
     large = [operation for operation in operations if operation.path_in_repo.endswith(".safetensors")]
     small = [operation for operation in operations if operation not in large]
     for batch in (small, *([operation] for operation in large)):
-        api.preupload_lfs_files(repo, batch, **options)
+        try:
+            api.preupload_lfs_files(repo, batch, **options)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            # The client's message names only the file. The reason is in the cause.
+            raise RuntimeError(f"{str(error).rstrip('.')}: {error.__cause__}") from error
 
 
 def _commit_card(

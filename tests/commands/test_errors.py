@@ -47,6 +47,11 @@ def refusal(status: int) -> HfHubHTTPError:
             "the Hub answered 403: you may only read. Use a token that may do this. `attnres push` may also "
             "take another name or --create-pr.",
         ),
+        (refusal(413), "the Hub answered 413: you may only read."),
+        (
+            refusal(503),
+            "the Hub answered 503: you may only read. The same command goes on: what was sent is not sent again.",
+        ),
         (MemoryError(), "MemoryError. Use a smaller model, or a machine with more memory."),
         (
             torch.OutOfMemoryError("CUDA out of memory."),

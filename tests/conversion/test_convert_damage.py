@@ -352,6 +352,16 @@ def test_a_pickle_of_something_other_than_tensors_is_named(pickled, refusal, con
     assert refusal() == f"{path} is not a dictionary of tensors."
 
 
+@pytest.mark.parametrize(
+    ("key", "tensor"),
+    [("extra", torch.eye(3).to_sparse()), ("extra", torch.zeros(3, device="meta")), (3, torch.zeros(1))],
+    ids=["sparse", "without values", "key that is not a text"],
+)
+def test_a_pickle_that_only_a_library_refuses_is_named(pickled, models, refusal, key, tensor):
+    path = pickled(tensors_of(models / "whole") | {key: tensor})
+    assert f"(in {path})" in refusal()
+
+
 def test_a_dtype_that_safetensors_does_not_support_is_reported(pickled, models, refusal):
     path = pickled(tensors_of(models / "whole") | {"extra.weight": torch.zeros(2, dtype=torch.complex128)})
     error = refusal()

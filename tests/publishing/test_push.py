@@ -203,6 +203,7 @@ def test_an_interrupted_upload_continues_where_it_stopped(push, model):
     assert done["status"] == 1 and len(done["waits"]) == 5
     assert len(done["err"].strip().splitlines()) == 1, done["err"]
     assert "The same command goes on" in done["err"]
+    assert re.search(r"Error while uploading '\S+' to the Hub: \w+", done["err"]), "it must give the reason"
     assert push.commits("me/cut") == ["initial commit"]
     push.hub.heal()
     sent = {entry["path"] for entry in push.hub.log("PUT") if entry["status"] == 200}
