@@ -25,8 +25,9 @@ from lm_eval.models.utils_hf import get_dtype
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.checkpoints.whole import check_source_sizes, load_whole
 from attnres.eval.answer_length import answer_tokens
 from attnres.eval.generation import AnswerGenerator
@@ -141,7 +142,7 @@ class LanguageModel(TemplateLM):
             self.tokenizer = tokenizer
         else:
             adds = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or name, **hub, **adds)
+            self.tokenizer = load_tokenizer(tokenizer or name, **hub, **adds)
         # pyrefly: ignore[bad-argument-type]  # annotated as if there might be no tokenizer
         self._encoder = PromptEncoder(self.tokenizer, add_bos_token, prefix_token_id)
         if isinstance(pretrained, str):
