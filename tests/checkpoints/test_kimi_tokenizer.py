@@ -1,7 +1,5 @@
 """The tokenizer of a Kimi release gives the ids of byte-pair merging by its table, without code from the release."""
 
-import base64
-import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -12,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.side_files import copy_side_files
 from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.training.data.chat import IGNORED, encode_chat
 
-NAMES = {0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>", 255: "[PAD]"}
+from .kimi_release import NAMES, ranks_of, write_tokenizer
+
 TEXTS = [
     "The cat's mat isn't hers: 12345 words!\r\n\n",
     "def f(x):\n    return x ** 2  # площадь, 面積は\n",
@@ -50,8 +48,8 @@ def merged(word: bytes, ranks: dict[bytes, int]) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> dict[bytes, int]:
-    """A table of ranks, trained on the text of this file."""
+def vocabulary() -> dict[str, int]:
+    """A byte-level vocabulary, trained on the text of this file."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -64,21 +62,18 @@ def ranks() -> dict[bytes, int]:
     tokenizer.train_from_iterator(
         [Path(__file__).read_text(encoding="utf-8").replace("<|", "< |"), *TEXTS * 3], trainer
     )
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    return {bytes(byte_of[c] for c in token): rank for token, rank in tokenizer.get_vocab().items()}
+    return tokenizer.get_vocab()
 
 
 @pytest.fixture(scope="session")
-def release(ranks, tmp_path_factory) -> Path:
+def ranks(vocabulary) -> dict[bytes, int]:
+    return ranks_of(vocabulary)
+
+
+@pytest.fixture(scope="session")
+def release(vocabulary, tmp_path_factory) -> Path:
     """The tokenizer files of a release of Kimi K3, with a small table."""
-    folder = tmp_path_factory.mktemp("k3")
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
-    (folder / "tiktoken.model").write_text("".join(lines))
-    tokens = {str(len(ranks) + i): {"content": name, "special": True} for i, name in NAMES.items()}
-    config = {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": tokens, "pad_token": "[PAD]"}
-    code = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | code))
-    (folder / "tokenization_kimi.py").write_text("raise SystemExit('this code must not run')\n")
+    folder = write_tokenizer(vocabulary, tmp_path_factory.mktemp("k3"))
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder
 
