@@ -116,13 +116,18 @@ def read_kimi_tokenizer(
         ]
     )
     first = tokenizer.get_vocab_size()
-    control = [{"content": f"<|reserved_token_{i}|>"} for i in range(first, first + CONTROL_TOKENS)]
-    for i, token in config.get("added_tokens_decoder", {}).items():
-        control[int(i) - first] = {"content": token["content"], "special": token.get("special", True)}
+    end = first + CONTROL_TOKENS
     # Decoding may leave out tokens that are special, and keeps the others.
-    tokenizer.add_tokens([AddedToken(**({"special": True} | token), normalized=False) for token in control])
-    ids = [tokenizer.token_to_id(token["content"]) for token in control]
-    if ids != list(range(first, first + CONTROL_TOKENS)):
+    control = [AddedToken(f"<|reserved_token_{i}|>", normalized=False, special=True) for i in range(first, end)]
+    for key, token in config.get("added_tokens_decoder", {}).items():
+        if (i := int(key)) not in range(first, end):
+            raise ValueError(
+                f"{path} holds {first} ranks, and {token['content']} of tokenizer_config.json has the id {i}, which "
+                f"must be one of the {CONTROL_TOKENS} behind them. Copy both files again."
+            )
+        control[i - first] = AddedToken(token["content"], normalized=False, special=token.get("special", True))
+    tokenizer.add_tokens(control)
+    if [tokenizer.token_to_id(token.content) for token in control] != list(range(first, end)):
         raise ValueError(f"{path}: the control tokens beside it must have names of their own. Copy both files again.")
     fields = {"bos_token": "[BOS]", "eos_token": "[EOS]"}
     fields |= {key: value for key, value in config.items() if key not in _OF_THE_RELEASED_CLASS}

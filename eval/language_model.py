@@ -129,19 +129,19 @@ class LanguageModel(TemplateLM):
         super().__init__()
         if enable_thinking and think_end_token is None:
             raise ValueError("`enable_thinking` needs `think_end_token`, the token after which an answer begins.")
-        hub = {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
+        hub: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
         self._accelerator: Accelerator | None = None
         if isinstance(pretrained, str):
             check_source_sizes(pretrained, revision)  # before the tokenizer, which reads the configuration too
             self._device = self._choose_device(device)
             name = pretrained
         else:
-            self._device, name = pretrained.device, pretrained.name_or_path
+            self._device, name = pretrained.device, str(pretrained.name_or_path)
         self.tokenizer: Any
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             self.tokenizer = tokenizer
         else:
-            adds = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+            adds: dict[str, Any] = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
             self.tokenizer = load_tokenizer(tokenizer or name, **hub, **adds)
         # pyrefly: ignore[bad-argument-type]  # annotated as if there might be no tokenizer
         self._encoder = PromptEncoder(self.tokenizer, add_bos_token, prefix_token_id)

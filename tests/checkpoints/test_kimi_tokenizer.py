@@ -154,6 +154,12 @@ def test_a_copy_loads_without_code(release, tokenizer, tmp_path):
     assert copy.pad_token == "[PAD]"
 
 
+def test_the_chat_template_of_a_release_comes_before_that_of_kimi_k3(release, tmp_path):
+    folder = shutil.copytree(release, tmp_path / "k3")
+    (folder / "chat_template.jinja").write_text("its own")
+    assert load_tokenizer(folder).chat_template == "its own"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -161,6 +167,7 @@ def test_a_copy_loads_without_code(release, tokenizer, tmp_path):
         (lambda lines: [*lines[:5], lines[4], *lines[6:]], "5 is missing"),
         (lambda lines: [*lines[:7], "not base64! 7", *lines[8:]], "line 8"),
         (lambda lines: [lines[0], lines[-1].split()[0] + " 1", *lines[2:-1]], "single bytes"),
+        (lambda lines: lines[:-9], r"\[UNK\] of tokenizer_config.json"),
     ],
 )
 def test_a_damaged_table_is_refused(release, tmp_path, change, message):
