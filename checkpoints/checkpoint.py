@@ -33,6 +33,7 @@ from attnres.utils.hub import ADAPTER_CONFIG, check_no_lone_adapter, check_path
 from attnres.utils.model_files import RECORD, SIDE_FILES, TOKENIZER_FILES
 from attnres.utils.quiet import quiet_transformers
 
+from .kimi_tokenizer import read_kimi_tokenizer
 from .pickles import read_pickle_shapes
 from .shards import DTYPES, Shard, StoredTensor, read_pieces, read_shard
 from .sizes import check_sizes
@@ -192,13 +193,16 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer that `AutoTokenizer` loads without code of the checkpoint, or None if it loads none.
+        """The tokenizer that loads without code of the checkpoint, or None if there is none.
 
         Raises:
             OSError: `tokenizer.json` is damaged.
+            ValueError: The tokenizer of a Kimi release is damaged.
         """
         if not self.tokenizer_files:
             return None
+        if (released := read_kimi_tokenizer(self.folder, self.tokenizer_config)) is not None:
+            return released
         try:
             # It may make a configuration of `config.json`, by a class that may be another than the model's: that of
             # Kimi Linear for the text model of Kimi K3. Its warnings do not concern the tokenizer.

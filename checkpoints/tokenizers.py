@@ -14,10 +14,12 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import httpx
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import CONFIG_NAME
 
 from attnres.utils.model_files import TOKENIZER_FILES
 
+from .kimi_tokenizer import read_kimi_tokenizer
 from .sizes import check_sizes
 from .source_files import read_object
 
@@ -45,6 +47,9 @@ def load_tokenizer(
             than in any model. The message is one line that names `source` or the file.
     """
     _check_config(source, options.get("revision"))
+    hub = {key: options[key] for key in ("revision", "subfolder", "token") if key in options}
+    if (released := read_kimi_tokenizer(source, get_tokenizer_config(source, **hub), **hub)) is not None:
+        return released
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # `tokenizers` raises nothing more special for a damaged file

@@ -25,8 +25,9 @@ from lm_eval.models.utils_hf import get_dtype
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.checkpoints.whole import check_source_sizes, load_whole
 from attnres.eval.answer_length import answer_tokens
 from attnres.eval.generation import AnswerGenerator
@@ -128,20 +129,20 @@ class LanguageModel(TemplateLM):
         super().__init__()
         if enable_thinking and think_end_token is None:
             raise ValueError("`enable_thinking` needs `think_end_token`, the token after which an answer begins.")
-        hub = {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
+        hub: dict[str, Any] = {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
         self._accelerator: Accelerator | None = None
         if isinstance(pretrained, str):
             check_source_sizes(pretrained, revision)  # before the tokenizer, which reads the configuration too
             self._device = self._choose_device(device)
             name = pretrained
         else:
-            self._device, name = pretrained.device, pretrained.name_or_path
+            self._device, name = pretrained.device, str(pretrained.name_or_path)
         self.tokenizer: Any
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             self.tokenizer = tokenizer
         else:
-            adds = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-            self.tokenizer = AutoTokenizer.from_pretrained(tokenizer or name, **hub, **adds)
+            adds: dict[str, Any] = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+            self.tokenizer = load_tokenizer(tokenizer or name, **hub, **adds)
         # pyrefly: ignore[bad-argument-type]  # annotated as if there might be no tokenizer
         self._encoder = PromptEncoder(self.tokenizer, add_bos_token, prefix_token_id)
         if isinstance(pretrained, str):

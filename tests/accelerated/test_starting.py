@@ -11,8 +11,6 @@ import pytest
 
 import attnres.accelerated
 
-from .. import forks
-
 numba = pytest.importorskip("numba")
 from attnres.accelerated.numba import cache, loops  # noqa: E402
 

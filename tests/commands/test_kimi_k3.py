@@ -18,6 +18,7 @@ from transformers.cli.serving.utils import Modality
 
 from attnres import AttnResKimiK3ForCausalLM
 from attnres.analysis.axis import depth_axis
+from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.checkpoints.whole import load_whole
 from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.shared_prefix import SharedPrefixLM
@@ -27,6 +28,7 @@ from attnres.residual_attnres import FamilyWarning
 from attnres.training.monitor import flops_per_token
 
 from .. import forks
+from ..checkpoints.kimi_release import BYTE_OF, write_tokenizer
 from ..conversion.checkpoints import Run, convert_well, files_of, run_attnres, save_tokenizer
 from ..modeling_attnres import kimi_k3_release as release
 
@@ -95,6 +97,31 @@ def test_an_evaluation_refuses_a_text_model_that_names_kimi_linear(folder, asset
 def test_an_evaluation_loads_packed_weights(folder):
     model = SharedPrefixLM(pretrained=str(folder / "packed"), device="cpu")
     assert type(model.model) is AttnResKimiK3ForCausalLM
+
+
+@pytest.mark.slow
+def test_commands_take_a_release_with_its_own_tokenizer_as_it_is(tmp_path):
+    """The table, the chat format and the control tokens of the release, without running its code."""
+    source, chat = tmp_path / "k3", tmp_path / "chat.jsonl"
+    fields = release.text_fields(vocab_size=512)
+    packed, _ = release.pack_experts(release.random_tensors(fields))
+    release.write(source, fields | {"quantization_config": release.QUANTIZATION}, packed, vision=True)
+    write_tokenizer({character: byte for character, byte in BYTE_OF.items()}, source)
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Four."}]
+    chat.write_text(f"{json.dumps({'messages': turns})}\n" * 24)
+    sizes = ("length=1024", "batch_size=2", "steps=2", "held_out_sequences=2")
+    run_well("train", "sft", f"model={source}", f"train={chat}", f"out={tmp_path / 'run'}", *sizes)
+    (tmp_path / "text.txt").write_text("One and one make two. " * 20)
+    run_well("inspect", source, "--out", tmp_path / "inspected", "--text", tmp_path / "text.txt")
+    convert_well(source, tmp_path / "converted")
+    folders = (tmp_path / "run" / "model", tmp_path / "converted")
+    ours, *copies = [load_tokenizer(source), *(AutoTokenizer.from_pretrained(folder) for folder in folders)]
+    text = ours.apply_chat_template(turns, tokenize=False)
+    assert text.endswith("Four.<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>")
+    for copy in copies:
+        assert copy(text)["input_ids"] == ours(text)["input_ids"]
+        assert copy.apply_chat_template(turns, tokenize=False) == text
+    assert SharedPrefixLM(pretrained=str(source), device="cpu").tok_encode("<|sep|>") == [256 + 5]
 
 
 @pytest.mark.slow

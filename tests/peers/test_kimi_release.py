@@ -1,0 +1,165 @@
+"""The tokenizer and the chat template are those of the code that Kimi K3 was released with."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2 import TemplateError
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from attnres.checkpoints.kimi_tokenizer import K3_CHAT_TEMPLATE
+from attnres.checkpoints.tokenizers import load_tokenizer
+
+from ..checkpoints.kimi_release import write_tokenizer
+
+pytestmark = pytest.mark.engines
+REQUIREMENTS = ("llmcompressor==0.14.0.1", "tiktoken==0.14.0")
+# Ranges of characters: twenty scripts, marks, white space, controls, emoji, tags and letters with odd case.
+RANGES = (
+    *((0x00, 0x20), (0x20, 0x7F), (0xA0, 0x250), (0x300, 0x370), (0x370, 0x400), (0x400, 0x530), (0x590, 0x600)),
+    *((0x600, 0x700), (0x900, 0x980), (0xE00, 0xE80), (0x1100, 0x1200), (0x1E00, 0x2000), (0x2000, 0x2070)),
+    *((0x2E80, 0x2FE0), (0x3000, 0x3040), (0x3040, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A4), (0xFE00, 0xFE10)),
+    *((0xFF00, 0xFFF0), (0x10000, 0x10100), (0x1D400, 0x1D800), (0x1F300, 0x1FAFF), (0x20000, 0x20100)),
+)
+BETWEEN = (" ", "\n", "\r\n", "  ", "\t", "'s", "'S", "'\u017f", "'LL", "\x85", "\xa0", "\u2028", "\x1c", "<|sep|>")
+WORDS = ("hi", "a & b", 'say "x"', "<|open|>", " lead", "trail ", "\n\nx\n", "日本", "<tag>&amp;", "{{ x }}", "", "é")
+SCHEMAS: tuple[Any, ...] = (
+    *("json_object", {"type": "json_object"}, {"type": "text"}),
+    *({"type": "json_schema", "json_schema": schema} for schema in ({"schema": {"b": 1, "a": 2}}, {"b": {"d": 1}})),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(assets, tmp_path_factory) -> Path:
+    """A release whose table has 8,000 ranks, of books, code and other scripts."""
+    books = (assets / "corpora" / "wikitext2" / "valid.txt").read_text(encoding="utf-8")
+    code = [path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parents[1].glob("*.py"))[:40]]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\s*[^\s]+|\s+"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8000, initial_alphabet=alphabet, show_progress=False)
+    random_texts = [text_of(random.Random(seed)) for seed in range(300)]
+    texts = [text.replace("<|", "< |") for text in (books, *code, *random_texts)]  # no control token becomes a word
+    tokenizer.train_from_iterator(texts, trainer)
+    return write_tokenizer(tokenizer.get_vocab(), tmp_path_factory.mktemp("release"))
+
+
+def text_of(rng: random.Random) -> str:
+    parts = []
+    for _ in range(rng.randint(1, 40)):
+        first, end = rng.choice(RANGES)
+        parts.append("".join(chr(rng.randrange(first, end)) for _ in range(rng.randint(1, 8))))
+        parts.append(rng.choice(BETWEEN) if rng.random() < 0.4 else "")
+    text = "".join(parts) if rng.random() < 0.9 else rng.randbytes(100).decode("utf-8", "replace")
+    return text.encode("utf-8", "ignore").decode()
+
+
+def words(rng: random.Random) -> str:
+    return rng.choice(WORDS)
+
+
+def content(rng: random.Random) -> Any:
+    part = rng.random()
+    if part < 0.8:
+        return words(rng) if part < 0.7 else None
+    parts = ({"type": "text", "text": words(rng)}, {"type": "image"}, {"type": "image_url", "image_url": {"url": "x"}})
+    return [rng.choice(parts) for _ in range(rng.randint(0, 3))]
+
+
+def tools(rng: random.Random) -> list[dict]:
+    schema = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": [1, "é"]}}}
+    function = {"name": "f", "description": words(rng), "parameters": schema}
+    return [{"type": "function", "function": function} for _ in range(rng.randint(1, 2))]
+
+
+def call(rng: random.Random, number: int) -> dict:
+    values = (words(rng), 1, 2.5, True, None, [1, "a"], {"b": 1, "a": [{"z": 1, "y": "é"}]}, -3, 1e30, [])
+    function: dict[str, Any] = {"name": rng.choice(("f", "get_weather", "a.b:0", 'q"t'))}
+    if rng.random() < 0.9:
+        arguments = {words(rng): rng.choice(values) for _ in range(rng.randint(0, 3))}
+        function["arguments"] = rng.choice(({}, arguments, None, ""))
+    made: dict[str, Any] = {"function": function} if rng.random() < 0.8 else dict(function)
+    return made | ({"id": rng.choice((f"call_{number}", number, "c1", None))} if rng.random() < 0.8 else {})
+
+
+def conversation(rng: random.Random) -> tuple[list[dict], dict]:
+    """Messages and options, such as users of the format give them, and odder ones."""
+    messages: list[dict] = []
+    for _ in range(rng.randint(1, 6)):
+        message: dict[str, Any] = {"role": rng.choice(("system", "user", "assistant", "tool")), "content": content(rng)}
+        calls: list[dict] = []
+        if message["role"] == "tool":
+            message |= rng.choice(({}, {"tool_call_id": "c1"}, {"tool": words(rng) or "n"}, {"name": "n"}))
+        elif rng.random() < 0.2:
+            message["name"] = words(rng)
+        if message["role"] == "system" and rng.random() < 0.3:
+            message["tools"] = tools(rng)
+        if message["role"] == "assistant":
+            if rng.random() < 0.5:
+                message[rng.choice(("reasoning_content", "reasoning"))] = rng.choice((words(rng), None))
+            if rng.random() < 0.6:
+                message["tool_calls"] = calls = [call(rng, i) for i in range(rng.randint(0, 3))]
+        messages.append(message)
+        for answered in rng.sample(calls, rng.randint(0, len(calls))):  # in any order, and not all of them
+            result = {"role": "tool", "content": content(rng), "tool_call_id": answered.get("id")}
+            messages.append(result | ({"name": "stale"} if rng.random() < 0.3 else {}))
+    options: dict[str, Any] = {"add_generation_prompt": rng.random() < 0.5, "thinking": rng.random() < 0.7}
+    optional = {
+        "tools": tools(rng),
+        "thinking_effort": rng.choice(("low", "high", "max", None)),
+        "tool_choice": rng.choice(("required", "none", "auto")),
+        "response_format": rng.choice(SCHEMAS),
+        "response_schema": {"z": 1, "a": 2},
+    }
+    return messages, options | {key: value for key, value in optional.items() if rng.random() < 0.3}
+
+
+@pytest.fixture(scope="module")
+def given(folder, assets) -> dict[str, Any]:
+    rng = random.Random(0)
+    books = (assets / "corpora" / "classics" / "valid.txt").read_text(encoding="utf-8")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    ranks = (folder / "tiktoken.model").read_text().count("\n")
+    named = {int(i): token["content"] for i, token in config["added_tokens_decoder"].items()}
+    control = "".join(named.get(i, f"<|reserved_token_{i}|>") for i in range(ranks, ranks + 256))
+    runs = [f"x {fill * (130_000 // len(fill))} y" for fill in ("a", " ", "面", "ab ", "\n", "a1", "🎉")]
+    texts = [books, books[:900_000].replace(" ", "", 50_000), control, *runs, *(text_of(rng) for _ in range(3000))]
+    return {
+        "folder": str(folder),
+        "texts": texts,
+        "conversations": [conversation(rng) for _ in range(2000)],
+    }
+
+
+@pytest.fixture
+def released(given, python_with, run_session, tmp_path) -> dict[str, Sequence]:
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    python = python_with("kimi-release", *REQUIREMENTS, dependencies=False)
+    return run_session(python, "kimi_release_session.py", tmp_path / "given.json")
+
+
+def render(messages: list[dict], options: dict) -> str | None:
+    template = K3_CHAT_TEMPLATE.read_text(encoding="utf-8")
+    try:
+        return render_jinja_template([messages], chat_template=template, **options)[0][0]
+    except (TemplateError, TypeError):
+        return None
+
+
+def test_ids_and_chats_are_those_of_the_released_code(given, folder, released):
+    tokenizer = load_tokenizer(folder)
+    ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in given["texts"]]
+    assert [i for i, (ours, theirs) in enumerate(zip(ids, released["ids"], strict=True)) if ours != theirs] == []
+    rendered = [render(*one) for one in given["conversations"]]
+    assert sum(text is not None for text in rendered) > 1000
+    differ = [i for i, pair in enumerate(zip(rendered, released["rendered"], strict=True)) if pair[0] != pair[1]]
+    assert [given["conversations"][i] for i in differ] == []
