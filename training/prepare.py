@@ -54,7 +54,7 @@ def prepare_arguments(recipe: Recipe, state: PartialState) -> TrainingArguments:
     Raises:
         ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
     """
-    batch, on_cpu = divide_batch(recipe, state.num_processes), state.device == torch.device("cpu")
+    batch, on_cpu = divide_batch(recipe, state.num_processes), state.device.type == "cpu"
     if recipe.trainer.fp16 and on_cpu:
         raise ValueError("`trainer.fp16` of the recipe has no effect on a CPU: leave it out, or use `trainer.bf16`.")
     # The recipe may override these.

@@ -87,12 +87,16 @@ def describe_sharding(trainer: AttnResTrainer, sharding: DistributedConfig | Non
         The line, such as `8 processes, the model sharded by transformers (FSDP2 8)`.
 
     Raises:
-        RuntimeError: accelerate ignores `trainer.fsdp` of the recipe, or the launcher's DeepSpeed.
+        RuntimeError: accelerate ignores `trainer.fsdp` of the recipe, or the launcher's DeepSpeed; or `transformers`
+            ignores `distributed`.
     """
     if trainer.args.fsdp and not trainer.is_fsdp_enabled:
         raise RuntimeError(_describe_not_sharded("FSDP"))
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not trainer.is_deepspeed_enabled:
         raise RuntimeError(_describe_not_sharded("DeepSpeed"))
+    if sharding is not None and not trainer.is_sharded:
+        # Each process would train a whole model of its own.
+        raise RuntimeError("`distributed` of the recipe is set, but `transformers` did not shard the model.")
     count = trainer.args.world_size
     processes = f"{count} processes"
     settings = trainer.recipe.distributed
