@@ -1,10 +1,11 @@
-"""Write the tokenizer files of a Kimi release with a table of ranks made here."""
+"""Make a table of ranks from texts, and write the tokenizer files of a Kimi release with it."""
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 # Control tokens of Kimi K3, by their place behind the table. The others are reserved.
@@ -17,6 +18,21 @@ NAMES = {0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close
     255: "[PAD]",
 }
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def train_vocabulary(texts: Iterable[str], size: int) -> dict[str, int]:
+    """A byte-level vocabulary of texts, split at white space. No control token becomes one of its words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\s*[^\s]+|\s+"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator((text.replace("<|", "< |") for text in texts), trainer)
+    return tokenizer.get_vocab()
 
 
 def ranks_of(vocabulary: Mapping[str, int]) -> dict[bytes, int]:

@@ -8,7 +8,6 @@ import pytest
 import regex
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from attnres.checkpoints.checkpoint import Checkpoint
@@ -16,7 +15,7 @@ from attnres.checkpoints.side_files import copy_side_files
 from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.training.data.chat import IGNORED, encode_chat
 
-from .kimi_release import NAMES, ranks_of, write_tokenizer
+from .kimi_release import NAMES, ranks_of, train_vocabulary, write_tokenizer
 
 TEXTS = [
     "The cat's mat isn't hers: 12345 words!\r\n\n",
@@ -50,19 +49,7 @@ def merged(word: bytes, ranks: dict[bytes, int]) -> list[int]:
 @pytest.fixture(scope="session")
 def vocabulary() -> dict[str, int]:
     """A byte-level vocabulary, trained on the text of this file."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\s*[^\s]+|\s+"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(
-        [Path(__file__).read_text(encoding="utf-8").replace("<|", "< |"), *TEXTS * 3], trainer
-    )
-    return tokenizer.get_vocab()
+    return train_vocabulary([Path(__file__).read_text(encoding="utf-8"), *TEXTS * 3], 1500)
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from attnres.checkpoints.kimi_tokenizer import K3_CHAT_TEMPLATE
 from attnres.checkpoints.tokenizers import load_tokenizer
 
-from ..checkpoints.kimi_release import write_tokenizer
+from ..checkpoints.kimi_release import train_vocabulary, write_tokenizer
 
 pytestmark = pytest.mark.engines
 REQUIREMENTS = ("llmcompressor==0.14.0.1", "tiktoken==0.14.0")
@@ -38,19 +37,9 @@ def folder(assets, tmp_path_factory) -> Path:
     """A release whose table has 8,000 ranks, of books, code and other scripts."""
     books = (assets / "corpora" / "wikitext2" / "valid.txt").read_text(encoding="utf-8")
     code = [path.read_text(encoding="utf-8") for path in sorted(Path(json.__file__).parents[1].glob("*.py"))[:40]]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\s*[^\s]+|\s+"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=8000, initial_alphabet=alphabet, show_progress=False)
     random_texts = [text_of(random.Random(seed)) for seed in range(300)]
-    texts = [text.replace("<|", "< |") for text in (books, *code, *random_texts)]  # no control token becomes a word
-    tokenizer.train_from_iterator(texts, trainer)
-    return write_tokenizer(tokenizer.get_vocab(), tmp_path_factory.mktemp("release"))
+    vocabulary = train_vocabulary([books, *code, *random_texts], 8000)
+    return write_tokenizer(vocabulary, tmp_path_factory.mktemp("release"))
 
 
 def text_of(rng: random.Random) -> str:
