@@ -130,7 +130,8 @@ def test_the_map_of_laurel_is_that_of_gemma_without_its_norm(backbones):
 def test_depth_attention_over_normed_values_is_that_of_inkling(backbones):
     fields = {"attn_res_values": "normed", "attn_res_key_norm": True, "attn_res_block_size": 4, "rms_norm_eps": 1e-6}
     connection = ours(backbones, "attn_res", attn_res_temperature=math.sqrt(HIDDEN), **fields)
-    expected = theirs("inkling2", "Inkling2BlockAttentionResidual")(SimpleNamespace(hidden_size=HIDDEN))
+    config = SimpleNamespace(hidden_size=HIDDEN, _attn_implementation="eager")  # newer releases read both
+    expected = theirs("inkling2", "Inkling2BlockAttentionResidual")(config)
     connection.weight.mul_(4)  # so that the weights are far from uniform
     expected.query.copy_(connection.weight[0])
     blocks, partial = drawn(2, 5, 3, HIDDEN), drawn(2, 5, HIDDEN, seed=1)

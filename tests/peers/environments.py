@@ -48,6 +48,9 @@ def environment(
             # Not the bare folder: an editable install lies there as a `.pth` file, which only `addsitedir` reads.
             code = f"import site; site.addsitedir({below!r})\n"
             Path(sysconfig.get_path("purelib", vars={"base": str(folder)}), "below.pth").write_text(code)
+            script = python.with_name("attnres")  # a script stays where its package was installed
+            script.write_text(f"#!{python}\nfrom attnres_cli import main\n\nmain()\n")
+            script.chmod(0o755)
             own = {requirement.partition("==")[0] for requirement in requirements}
             pins = folder / "constraints.txt"
             pins.write_text("\n".join(pin for pin in PINS if pin.partition("==")[0] not in own))
