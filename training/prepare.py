@@ -54,7 +54,10 @@ def prepare_arguments(recipe: Recipe, state: PartialState) -> TrainingArguments:
     Raises:
         ValueError: The batch size does not fit the processes, or `trainer` of the recipe has a wrong value.
     """
-    batch, on_cpu = divide_batch(recipe, state.num_processes), state.device.type == "cpu"
+    batch = divide_batch(recipe, state.num_processes)
+    # With several processes the device of a CPU is `cpu:0`, which does not equal `cpu`.
+    # pyrefly: ignore[missing-attribute]  # `accelerate` sets a device when it makes the state
+    on_cpu = state.device.type == "cpu"
     if recipe.trainer.fp16 and on_cpu:
         raise ValueError("`trainer.fp16` of the recipe has no effect on a CPU: leave it out, or use `trainer.bf16`.")
     # The recipe may override these.
