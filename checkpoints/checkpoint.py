@@ -192,6 +192,15 @@ class Checkpoint:
         return read_object(path) if path.exists() else {}
 
     @cached_property
+    def kimi_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of a Kimi release, whose files are a table and code; None for any other checkpoint.
+
+        Raises:
+            ValueError: The table is damaged.
+        """
+        return read_kimi_tokenizer(self.folder, self.tokenizer_config)
+
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer that loads without code of the checkpoint, or None if there is none.
 
@@ -201,8 +210,8 @@ class Checkpoint:
         """
         if not self.tokenizer_files:
             return None
-        if (released := read_kimi_tokenizer(self.folder, self.tokenizer_config)) is not None:
-            return released
+        if self.kimi_tokenizer is not None:
+            return self.kimi_tokenizer
         try:
             # It may make a configuration of `config.json`, by a class that may be another than the model's: that of
             # Kimi Linear for the text model of Kimi K3. Its warnings do not concern the tokenizer.

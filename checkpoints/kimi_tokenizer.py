@@ -17,7 +17,7 @@ from transformers.utils import CHAT_TEMPLATE_FILE, cached_file
 
 RANKS = "tiktoken.model"
 K3_CHAT_TEMPLATE = Path(__file__).parent / "templates" / "kimi_k3_chat_template.jinja"
-RELEASED_CLASS = "TikTokenTokenizer"
+_RELEASED_CLASS = "TikTokenTokenizer"
 # After the ranks follow this many control tokens. Those that `tokenizer_config.json` does not name are reserved.
 CONTROL_TOKENS = 256
 _OF_THE_RELEASED_CLASS = {"added_tokens_decoder", "auto_map", "tokenizer_class"}
@@ -101,7 +101,7 @@ def read_kimi_tokenizer(
     Raises:
         ValueError: The table of ranks is damaged, or two control tokens have one name.
     """
-    if config.get("tokenizer_class") != RELEASED_CLASS:
+    if config.get("tokenizer_class") != _RELEASED_CLASS:
         return None
     path, template = (cached_file(source, name, **options, **_IF_THERE) for name in (RANKS, CHAT_TEMPLATE_FILE))
     if path is None:
@@ -138,4 +138,4 @@ def read_kimi_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **fields)
 
 
-__all__ = ["K3_CHAT_TEMPLATE", "RANKS", "RELEASED_CLASS", "read_kimi_tokenizer", "read_ranks"]
+__all__ = ["K3_CHAT_TEMPLATE", "RANKS", "read_kimi_tokenizer", "read_ranks"]

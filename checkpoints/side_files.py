@@ -20,7 +20,6 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from attnres.utils.model_files import OTHER_PATTERNS, SOURCE_CODE, TOKENIZER_PATTERNS
 
 from .checkpoint import TOKENIZER_CONFIG, Checkpoint
-from .kimi_tokenizer import RELEASED_CLASS
 from .source_files import AUTO_MAP, CODE_FIELDS, check_file, read_json, read_object, write_json
 
 
@@ -54,8 +53,7 @@ def copy_side_files(
     paths = _side_files(folder)
     generation = checkpoint.generation_config  # the result gets these settings, so they must be valid
     loaded = checkpoint.tokenizer
-    # The fast tokenizer of a Kimi release is written anew: its files are a table and code, which it replaces.
-    is_kimi = loaded is not None and checkpoint.tokenizer_config.get("tokenizer_class") == RELEASED_CLASS
+    kimi = checkpoint.kimi_tokenizer  # saved as a fast tokenizer, in place of its table and code
     needs_code = bool(references(checkpoint.tokenizer_config, folder / TOKENIZER_CONFIG)) and loaded is None
     if needs_code and not trust_remote_code:
         notes.append(
@@ -63,7 +61,7 @@ def copy_side_files(
             "--trust-remote-code copies both."
         )
     for path, is_of_tokenizer in paths.items():
-        if is_of_tokenizer and (is_kimi or (needs_code and not trust_remote_code)):
+        if is_of_tokenizer and (kimi is not None or (needs_code and not trust_remote_code)):
             continue
         copy = target / path.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
@@ -76,8 +74,8 @@ def copy_side_files(
         path = target / GENERATION_CONFIG_NAME
         generation.to_json_file(path)
         notes += _settle_code(read_json(path), folder / path.name, path, target, trust_remote_code, code_folder)
-    if is_kimi:
-        loaded.save_pretrained(target)
+    if kimi is not None:
+        kimi.save_pretrained(target)
     elif loaded is not None:
         _name_tokenizer_class(type(loaded).__name__, target)
         backend = getattr(loaded, "backend_tokenizer", None)

@@ -1,5 +1,6 @@
 """The tokenizer of a Kimi release gives the ids of byte-pair merging by its table, without code from the release."""
 
+import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -139,6 +140,21 @@ def test_a_copy_loads_without_code(release, tokenizer, tmp_path):
     assert ids_of(copy, text) == ids_of(tokenizer, text)
     assert copy.chat_template == tokenizer.chat_template
     assert copy.pad_token == "[PAD]"
+
+
+def test_a_fast_tokenizer_that_names_the_released_class_is_copied_as_it_is(tokenizer, tmp_path):
+    """Others publish `tokenizer.json` in place of the table, and leave the name of the class."""
+    (source := tmp_path / "source").mkdir()
+    tokenizer.save_pretrained(source)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "TikTokenTokenizer"}))
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    (source / "vocab.txt").write_text("of another engine")
+    assert Checkpoint(source).kimi_tokenizer is None and Checkpoint(source).tokenizer is not None
+    (target := tmp_path / "target").mkdir()
+    copy_side_files(Checkpoint(source), target)
+    for name in ("tokenizer.json", "vocab.txt"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_the_chat_template_of_a_release_comes_before_that_of_kimi_k3(release, tmp_path):
