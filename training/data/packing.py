@@ -36,6 +36,8 @@ class Tokens:
 
     def __add__(self, other: "Tokens") -> "Tokens":
         labels = [part.labels for part in (self, other) if part.labels is not None]
+        if len(labels) == 1:  # they would no longer lie at their tokens
+            raise ValueError("both parts must have labels, or neither.")
         return Tokens(
             np.concatenate([self.ids, other.ids]),
             np.concatenate(labels) if labels else None,

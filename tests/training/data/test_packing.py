@@ -1,8 +1,10 @@
 """Packing: no token is lost, moved or invented, and each block names its documents."""
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,3 +91,12 @@ def test_consecutive_places_are_written_as_a_range():
 def test_a_stream_is_cut_without_its_incomplete_end():
     assert in_blocks(np.arange(7), 3).tolist() == [[0, 1, 2], [3, 4, 5]]
     assert in_blocks(np.arange(2), 3).shape == (0, 3)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_parts_with_and_without_labels_are_not_joined(first):
+    """The labels would no longer lie at their tokens."""
+    labelled = tokens([3, 2])
+    parts = labelled, dataclasses.replace(labelled, labels=None)
+    with pytest.raises(ValueError, match="both parts must have labels, or neither"):
+        parts[not first] + parts[first]
