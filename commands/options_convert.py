@@ -126,7 +126,7 @@ def convert(
     options = {name: value for name, value in values.items() if value is not None}
     connection = residual or DEFAULT_RESIDUAL
     fields = read_fields(settings or (), connection)
-    # The options that the user has given: those of a retrofit, and those of other conversions.
+    # Of the options that the user has given, `flags` are for a retrofit, and `others` for other conversions.
     flags = [name for name, is_given in {"--residual": residual, "--set": fields}.items() if is_given]
     flags += map(flag, options)
     others = [name for name, value in {"--set-block-size": set_block_size, "--to": to}.items() if value is not None]

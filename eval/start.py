@@ -25,7 +25,7 @@ _REMEDY = "Remove it: it is written again."
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What to evaluate, and how.
+    """The options of an evaluation, as the command line gives them.
 
     Attributes:
         model: The directory or Hub id of the model.

@@ -222,7 +222,7 @@ print(numba.threading_layer(), len(wrong))
 
 @pytest.mark.slow
 def test_several_threads_may_call_at_once():
-    """Of numba's layers, this one is not safe for several threads by itself."""
+    """The layer `workqueue` is the only one of numba that is not safe for several threads by itself."""
     answer = printed_anew(CROWD, NUMBA_THREADING_LAYER="workqueue", NUMBA_NUM_THREADS="2", OMP_NUM_THREADS="2")
     assert answer == "workqueue 0"
 
