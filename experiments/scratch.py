@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from attnres.analysis.depth_attention import depth_attention
 from attnres.configuration import count_parameters
-from attnres.training.balance import ExpertBalance, routers
+from attnres.training.callbacks import ExpertBalance, routers
 
 from .data import TokenData, tokenizer_folder
 from .declared import BASELINE, SELECTION_SEED, ScratchExperiment

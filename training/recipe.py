@@ -147,7 +147,7 @@ class Recipe:
         decay: With `wsd`, the share of the steps at the end in which the rate falls.
         min_rate: The rate at the end, as a factor of `learning_rate`.
         max_grad_norm: Gradients with a larger norm are scaled down to this norm. 0 turns this off.
-        expert_balancing: The rate of [`attnres.training.balance.ExpertBalance`], which evens out the experts' load. 0
+        expert_balancing: The rate of [`attnres.training.callbacks.ExpertBalance`], which evens out the experts' load. 0
             turns balancing off.
         lora: Arguments of [`attnres.training.lora.add_adapters`]. Only adapters and residual tensors are trained then.
         merge: With `lora`, write the merged model beside the adapter.

@@ -14,11 +14,9 @@ last batch of several processes. Here each row of the held-out data counts once,
 """
 
 import math
-import signal
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ import torch.nn.functional as F
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -34,9 +32,8 @@ from attnres.configuration_attnres import ResidualConfig
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.token_ids import check_token_ids
 
-from .balance import ExpertBalance
+from .callbacks import ExpertBalance, Intervals, Monitor, StopOnSignal
 from .data.packing import IGNORED
-from .monitor import Monitor
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
 from .saving import ResumableTrainer
@@ -115,61 +112,6 @@ class TokenMean:
         if not tokens:
             raise ValueError("the held-out data has no token to predict: give other data by `held_out`.")
         return math.fsum(loss for loss, _ in rows.values()) / tokens
-
-
-class StopOnSignal(TrainerCallback):
-    """A callback that, on SIGTERM to any of the processes, saves a checkpoint after the step and ends training.
-
-    Args:
-        trainer: The trainer that it is a callback of.
-
-    Attributes:
-        received: Whether a process has received SIGTERM and, since all processes know of it, the run stops. A signal
-            after the last step changes nothing, as the run ends anyway.
-    """
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-        self.received = self._is_signalled = False
-        self._previous_handler: Any = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Begin to listen for SIGTERM."""
-        self._previous_handler = signal.signal(signal.SIGTERM, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._is_signalled = True
-
-    def on_step_end(self, args, state, control, **kwargs):
-        """Save and stop if a process has received SIGTERM."""
-        # All processes have to stop after the same step, whichever of them has received the signal.
-        flag = torch.tensor(int(self._is_signalled), device=args.device)
-        self.received = bool(self.trainer.accelerator.reduce(flag, "sum"))
-        if self.received:
-            control.should_save = control.should_training_stop = True
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        """Keep the checkpoint that a stopped run resumes from."""
-        if self.received:
-            # With `save_total_limit` 1 and `load_best_model_at_end`, `Trainer` ends by removing all but the best.
-            args.save_total_limit = None
-
-    def restore_handler(self) -> None:
-        """Restore the handler of SIGTERM that was there before training, if training has begun."""
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
-            self._previous_handler = None
-
-
-class Intervals(TrainerCallback):
-    """A callback that logs, evaluates and saves by the settings of this run, also where an earlier run had others.
-
-    `Trainer` goes on by the intervals that a checkpoint has stored.
-    """
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Set the intervals."""
-        state.compute_steps(args, state.max_steps)
 
 
 class AttnResTrainer(ResumableTrainer):
@@ -382,4 +324,4 @@ def _check_separable(model: PreTrainedModel, recipe: Recipe) -> None:
         )
 
 
-__all__ = ["ROW", "AttnResTrainer", "StopOnSignal", "TokenMean", "collate"]
+__all__ = ["ROW", "AttnResTrainer", "TokenMean", "collate"]

@@ -25,7 +25,7 @@ from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.kimi_k3_layout_attnres import released_shapes
 from attnres.publishing.publication import make_publication
 from attnres.residual_attnres import FamilyWarning
-from attnres.training.monitor import flops_per_token
+from attnres.training.measures import flops_per_token
 
 from .. import forks
 from ..checkpoints.kimi_release import BYTE_OF, write_tokenizer

@@ -12,7 +12,7 @@ from attnres.attn_res_attnres import AttnRes
 from attnres.attn_res_switches_attnres import SWITCHES, SwitchedAttnRes
 from attnres.conversion import retrofit
 from attnres.residual_attnres import ResidualNorm, residual_tensors
-from attnres.training.monitor import depth_attention_summary
+from attnres.training.measures import depth_attention_summary
 
 from ..cases import each_once
 from .connections import assert_reads, build, build_start, connections_of, difference, double

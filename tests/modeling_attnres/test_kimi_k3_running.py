@@ -20,7 +20,7 @@ from attnres.configuration import count_parameters, load
 from attnres.kimi_k3_attnres import KimiK3DeltaAttention, situ
 from attnres.kimi_k3_layout_attnres import released_shapes
 from attnres.padding_attnres import Rows
-from attnres.training.balance import ExpertBalance, routers
+from attnres.training.callbacks import ExpertBalance, routers
 from attnres.training.lora import add_adapters
 
 from ..caches import CACHE

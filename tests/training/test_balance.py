@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from attnres.training.balance import ExpertBalance, balance_step, load_balance, routers
+from attnres.training.callbacks import ExpertBalance, balance_step, routers
+from attnres.training.measures import load_balance
 from attnres.training.optimizer import build_optimizer
 
 from .running import BLOCKS

@@ -9,9 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainer
 from attnres import peft_modules_to_save
 from attnres.configuration import load
 from attnres.conversion import retrofit
-from attnres.training import monitor as module
-from attnres.training.balance import ExpertBalance
-from attnres.training.monitor import Monitor, depth_attention_summary, flops_per_token, peak_flops
+from attnres.training import callbacks as module
+from attnres.training.callbacks import ExpertBalance, Monitor
+from attnres.training.measures import depth_attention_summary, flops_per_token, peak_flops
 
 from .running import BLOCKS, sizes_by_hooks, train
 

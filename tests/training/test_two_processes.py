@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres.training.balance import balance_step, routers
+from attnres.training.callbacks import balance_step, routers
 from attnres.training.optimizer import build_optimizer
 
 from .. import forks

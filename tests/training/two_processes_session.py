@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Trainer, TrainingArguments
 
 from attnres import AttnResForCausalLM
-from attnres.training.balance import ExpertBalance, routers
-from attnres.training.monitor import Monitor
+from attnres.training.callbacks import ExpertBalance, Monitor, routers
 from attnres.training.optimizer import build_optimizer
 from attnres.training.recipe import Recipe
 from attnres.training.trainer import AttnResTrainer

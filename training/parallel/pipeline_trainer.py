@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from ..balance import ExpertBalance
-from ..monitor import Monitor
+from ..callbacks import ExpertBalance, Monitor
 from ..recipe import Recipe
 from ..trainer import AttnResTrainer
 from .pipeline import TrainingPipeline

@@ -13,8 +13,8 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from attnres.commands.main import main
+from attnres.training.callbacks import StopOnSignal
 from attnres.training.train import TERMINATED
-from attnres.training.trainer import StopOnSignal
 
 start, end_step = PartialState.__init__, StopOnSignal.on_step_end
 stops = [int(step) for step in os.environ.get("STOPPED_AFTER", "").split()]
