@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from attnres.training.data.packing import in_blocks
+from attnres.training.data.blocks import in_blocks
 from attnres.utils.files import atomic_write
 
 from .declared import Corpus

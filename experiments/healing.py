@@ -20,7 +20,7 @@ from attnres.analysis.depth_attention import depth_attention
 from attnres.commands.inspect import InspectedSource
 from attnres.conversion import retrofit
 from attnres.residual_attnres import residual_tensors
-from attnres.training.data.packing import in_blocks
+from attnres.training.data.blocks import in_blocks
 from attnres.training.text import read_documents
 
 from .data import TokenData, load, token_stream

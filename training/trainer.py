@@ -33,7 +33,7 @@ from attnres.residual_attnres import residual_tensors
 from attnres.utils.token_ids import check_token_ids
 
 from .callbacks import ExpertBalance, Intervals, Monitor, StopOnSignal
-from .data.packing import IGNORED
+from .data import IGNORED
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
 from .saving import ResumableTrainer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnres.training.data.encoding import Encoder
+from attnres.training.data.documents import Encoder
 from attnres.training.text import train_tokenizer
 
 from .blocks import WORDS

@@ -13,8 +13,9 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +26,8 @@ from attnres.utils.extras import require_extra
 from attnres.utils.progress import Pace
 from attnres.utils.wording import counted
 
-from .documents import DataSpec, Documents, Skipped
-from .encoding import Encode, Encoder, key_of
-from .packing import Place, Tokens, pack
+from . import IGNORED
+from .documents import DataSpec, Documents, Encode, Encoder, Place, Skipped, Tokens, key_of
 
 with require_extra("train"):
     import datasets.config
@@ -291,6 +291,105 @@ def _describe_no_block(name: str, documents: int, tokens: int, length: int, skip
             f"{name}: no sequence of {length} tokens holds a token of the assistant's part. Give a larger `length`."
         )
     return f"{problem} {skipped}" if skipped else problem
+
+
+class Blocks(NamedTuple):
+    """Blocks of equal length.
+
+    Attributes:
+        ids: Token ids `[blocks, length]`.
+        labels: Labels `[blocks, length]`; `None` if they are the token ids.
+        documents: The places of each block's documents, as in [`describe_places`].
+        positions: The position `[blocks, length]` of each token in its document, counted within the block from 0;
+            `None` if documents are not kept apart.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray | None
+    documents: list[str]
+    positions: np.ndarray | None = None
+
+
+def pack(batches: Iterable[Tokens], length: int, separate: bool = False) -> Iterator[Blocks]:
+    """Cut the stream of all documents into blocks.
+
+    A document may begin in one block and end in another. Attention sees across the documents of a block, unless they
+    are kept apart. The incomplete block at the end is dropped, and so are blocks without a label to learn: a batch of
+    them alone would have no loss.
+
+    Args:
+        batches: The documents, in order.
+        length: Tokens in a block.
+        separate: Keep documents apart: give positions, and ignore the label of each document's first token, since no
+            earlier token of its document predicts it.
+
+    Yields:
+        The blocks that each batch completes.
+    """
+    rest = None
+    for batch in batches:
+        stream = batch if rest is None else rest + batch
+        count = len(stream.ids) // length
+        if count:
+            yield _cut(stream, length, count, separate)
+        rest = stream.after(count * length)
+
+
+def in_blocks(stream: np.ndarray, length: int) -> np.ndarray:
+    """Cut a stream into blocks, without its incomplete end.
+
+    Args:
+        stream: The tokens, `[tokens]`.
+        length: Tokens in a block.
+
+    Returns:
+        The blocks, `[blocks, length]`, a view of the stream.
+    """
+    count = len(stream) // length
+    return stream[: count * length].reshape(count, length)
+
+
+def _cut(stream: Tokens, length: int, count: int, separate: bool) -> Blocks:
+    """Return the first `count` blocks of a stream, without those that have no label to learn."""
+    labels = None if stream.labels is None else in_blocks(stream.labels, length)
+    starts = np.arange(count) * length
+    ends = stream.lengths.cumsum()
+    firsts = np.searchsorted(ends, starts, side="right")  # the document that a block's first token belongs to
+    lasts = np.searchsorted(ends, starts + length - 1, side="right")
+    documents = [describe_places(stream.places[first : last + 1]) for first, last in zip(firsts, lasts)]
+    ids, positions = in_blocks(stream.ids, length), None
+    if separate:
+        # Positions restart at 0 where a block cuts a document, since its earlier part is in another block.
+        begins = np.repeat(ends - stream.lengths, stream.lengths)[: ids.size].reshape(ids.shape)
+        positions = np.arange(ids.size, dtype=np.int64).reshape(ids.shape) - np.maximum(begins, starts[:, None])
+        positions = positions.astype(np.int32)
+        labels = np.where(positions == 0, IGNORED, ids if labels is None else labels).astype(np.int32)
+    if labels is None:
+        return Blocks(ids, None, documents)
+    # Models shift labels, so the first label of a block is never learned.
+    learned = (labels[:, 1:] != IGNORED).any(axis=1)  # [blocks]
+    kept = [name for name, is_learned in zip(documents, learned) if is_learned]
+    return Blocks(ids[learned], labels[learned], kept, None if positions is None else positions[learned])
+
+
+def describe_places(places: Iterable[Place]) -> str:
+    """Return places as one line, with consecutive places joined: `train.jsonl:17-19,40 other.jsonl:3`.
+
+    ```python
+    >>> describe_places([Place("a.jsonl", 1, 1), Place("a.jsonl", 2, 2), Place("a.jsonl", 7, 7)])
+    'a.jsonl:1-2,7'
+    ```
+    """
+    parts = []
+    for source, group in groupby(places, key=lambda place: place.source):
+        ranges: list[list[int]] = []
+        for place in group:
+            if ranges and place.first == ranges[-1][1] + 1:
+                ranges[-1][1] = place.last
+            else:
+                ranges.append([place.first, place.last])
+        parts.append(f"{source}:" + ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in ranges))
+    return " ".join(parts)
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .packing import IGNORED
+from . import IGNORED
 from .typed_tokens import holds_marks, mark_typed, rename_special, special_tokens_of, text_tokenizer, without_marks
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

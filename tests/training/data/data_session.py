@@ -14,7 +14,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from attnres.training.data.blocks import DataSpec, load_blocks
-from attnres.training.data.encoding import Encoder
+from attnres.training.data.documents import Encoder
 
 
 def main(path: str, tokenizer: str, cache: str, log: str, how: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attnres.training.data.encoding import Encoder
+from attnres.training.data.documents import Encoder
 from attnres.training.text import train_tokenizer
 
 from ... import forks

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.training.data.packing import IGNORED, Place, Tokens, describe_places, in_blocks, pack
+from attnres.training.data import IGNORED
+from attnres.training.data.blocks import describe_places, in_blocks, pack
+from attnres.training.data.documents import Place, Tokens
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=40)
 
