@@ -4,6 +4,7 @@
 """
 
 import inspect
+import math
 import signal
 import sys
 import time
@@ -24,7 +25,7 @@ from attnres.rows_attnres import documents_by_signs
 from attnres.utils.progress import Pace, show_duration
 from attnres.utils.wording import counted
 
-from .measures import depth_attention_summary, flops_per_token, load_balance, peak_flops
+from .measures import depth_attention_summary, device_name, flops_per_token, peak_flops
 
 BIAS = "e_score_correction_bias"  # of a router
 # A backward pass takes about twice as long as a forward pass.
@@ -125,7 +126,7 @@ class Monitor(LoggedCallback):
         # After `item()`, which waits until the device has finished the window's steps.
         self._count_time()
         metrics = {"tokens_per_second": tokens / self._seconds}
-        flops, peak = self._training_flops(), peak_flops(_device_name(self._device))
+        flops, peak = self._training_flops(), peak_flops(device_name(self._device))
         if flops is not None and peak is not None:
             metrics["model_flop_use"] = tokens / self._seconds * flops / (peak * PartialState().num_processes)
         if self._has_connections:
@@ -245,10 +246,6 @@ class Monitor(LoggedCallback):
         ranks = self._ranks_per_batch()
         count = min(len(rows["input_ids"]), self.slice_tokens)
         return {name: row[None, : max(count - count % ranks, 1)] for name, row in rows.items()}
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 class ExpertBalance(LoggedCallback):
@@ -407,6 +404,21 @@ def balance_step(bias: Tensor, load: Tensor, rate: float) -> None:
     """
     # Integers, multiplied by the number of experts, so that an expert with exactly the mean load keeps its bias.
     bias.add_(torch.sign(load.sum() - load * len(load)).to(bias.dtype), alpha=rate)
+
+
+def load_balance(load: Tensor) -> tuple[Tensor, Tensor]:
+    """Measure how evenly tokens are spread over the experts of a router.
+
+    Args:
+        load: The number of tokens that chose each expert, `[experts]`.
+
+    Returns:
+        Two scalars: the largest violation, `max_i c_i / mean(c) - 1` (0 if even; `experts / top_k - 1` if all tokens
+        choose the same experts), and the relative entropy, `H(c / sum(c)) / log(experts)` (1 if even).
+    """
+    share = load.float() / load.sum()
+    entropy = torch.special.entr(share).sum() / math.log(len(load)) if len(load) > 1 else torch.ones_like(share[0])
+    return share.max() * len(load) - 1, entropy
 
 
 def show_share(share: float) -> str:
@@ -577,6 +589,7 @@ __all__ = [
     "Monitor",
     "StopOnSignal",
     "balance_step",
+    "load_balance",
     "routers",
     "show_share",
 ]

@@ -1,10 +1,9 @@
-"""Measures of a training run: FLOPs, the spread of depth attention, and the balance of experts.
+"""Measures of a training run: FLOPs, and the spread of depth attention over its sources.
 
 model FLOP use = tokens/s * FLOPs/token / (peak FLOP/s * devices)
 FLOPs/token    = 6 N + 3 A,   N: activated parameters without the embedding table, A: forward FLOPs of mixing tokens
 """
 
-import math
 import re
 from collections.abc import Iterable
 
@@ -39,6 +38,11 @@ PEAK_FLOPS = {
     r"\bMI3(00|25)X\b": 1307.4e12,
     r"\bMI250X\b": 191.5e12,  # one of its two dies, which PyTorch shows as a device
 }
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, as [`peak_flops`] knows it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -109,19 +113,4 @@ def depth_attention_summary(depth_attentions: Iterable[Tensor | None]) -> dict[s
     return {name: torch.stack([value.mean() for value in values]).mean().item() for name, values in measures.items()}
 
 
-def load_balance(load: Tensor) -> tuple[Tensor, Tensor]:
-    """Measure how evenly tokens are spread over the experts of a router.
-
-    Args:
-        load: The number of tokens that chose each expert, `[experts]`.
-
-    Returns:
-        Two scalars: the largest violation, `max_i c_i / mean(c) - 1` (0 if even; `experts / top_k - 1` if all tokens
-        choose the same experts), and the relative entropy, `H(c / sum(c)) / log(experts)` (1 if even).
-    """
-    share = load.float() / load.sum()
-    entropy = torch.special.entr(share).sum() / math.log(len(load)) if len(load) > 1 else torch.ones_like(share[0])
-    return share.max() * len(load) - 1, entropy
-
-
-__all__ = ["depth_attention_summary", "flops_per_token", "load_balance", "peak_flops"]
+__all__ = ["depth_attention_summary", "device_name", "flops_per_token", "peak_flops"]

@@ -33,7 +33,7 @@ from attnres.residual_attnres import residual_tensors
 
 from .launch import HEAL, divide_batch
 from .parallel.pipeline_parts import make_part, part_of
-from .parallel.sharding import check_fsdp2, load_sharded
+from .parallel.sharding import load_sharded
 from .recipe import Recipe
 from .run_folder import START
 from .text import open_tokenizer
@@ -72,7 +72,7 @@ def prepare_arguments(recipe: Recipe, state: PartialState) -> TrainingArguments:
     # The recipe must not set these: they are keys of `DECIDED_BY_RUN`.
     options |= {
         "output_dir": recipe.out,
-        "max_steps": recipe.most_steps or 1,  # until `set_steps` knows the data
+        "max_steps": 1,  # until `set_steps` knows the data
         "per_device_train_batch_size": batch.micro,
         "per_device_eval_batch_size": batch.micro,
         "gradient_accumulation_steps": batch.accumulated,
@@ -192,6 +192,7 @@ def _is_retrofitted(config: PreTrainedConfig) -> bool:
 
 def check_training_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise ValueError if the training of a named configuration takes more than the free memory of this machine."""
+    part = part_of_process(recipe)
     count = count_parameters(config)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.get_default_dtype()
     if torch.accelerator.is_available():
@@ -203,7 +204,7 @@ def check_training_memory(recipe: Recipe, config: PreTrainedConfig) -> None:
         parts, values = f"weights, gradients and moments ({recipe.optimizer})", 2 * count.total + moments
     needed = values * dtype.itemsize
     subject = f"{recipe.model} has {count.total:,} parameters, whose {parts} in {str(dtype).removeprefix('torch.')}"
-    if (part := part_of_process(recipe)) is not None:
+    if part is not None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         held_names = part(model)
@@ -296,7 +297,6 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
 
         # A PEFT model passes calls and attributes on to the model that it wraps.
         model = cast(PreTrainedModel, add_adapters(model, **recipe.lora.given()))
-    check_fsdp2(model)
     return model
 
 

@@ -137,13 +137,15 @@ class AttnResTrainer(ResumableTrainer):
         if recipe.separate_documents:
             _check_separable(model, recipe)
         self.recipe = recipe
+        callbacks = [Intervals(), *self._callbacks()]
         self.stopping = StopOnSignal(self)
-        callbacks = [Intervals(), *self._callbacks(), self.stopping]
         # The warning is about changing a layer's output in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         if options.get("eval_dataset") is not None:
             options["eval_dataset"] = NumberedRows(options["eval_dataset"])
-        super().__init__(model, arguments, data_collator=self._collate, callbacks=callbacks, **options)
+        super().__init__(
+            model, arguments, data_collator=self._collate, callbacks=[*callbacks, self.stopping], **options
+        )
         if self.label_smoother is not None:
             # `Trainer` does not shift the labels of a compiled model, whose class it does not know.
             self.label_smoother = partial(self.label_smoother, shift_labels=True)
@@ -203,7 +205,8 @@ class AttnResTrainer(ResumableTrainer):
                 decay_steps=min(round(recipe.decay * steps), steps - warmup),
                 min_rate=recipe.min_rate,
             )
-            self._hold_back(optimizer, schedule, round(recipe.residual_alone * steps))
+            if alone := round(recipe.residual_alone * steps):
+                self._hold_back(optimizer, schedule, alone)
             self.lr_scheduler = schedule
         return self.lr_scheduler
 
@@ -212,8 +215,6 @@ class AttnResTrainer(ResumableTrainer):
 
         Freezing these parameters would be simpler, but not every engine that shards models can do so during a run.
         """
-        if not steps:
-            return
         for i, group in enumerate(optimizer.param_groups):
             if not self._is_residual[i]:
                 factor = schedule.lr_lambdas[i]

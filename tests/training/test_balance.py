@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from attnres.training.callbacks import ExpertBalance, balance_step, routers
-from attnres.training.measures import load_balance
+from attnres.training.callbacks import ExpertBalance, balance_step, load_balance, routers
 from attnres.training.optimizer import build_optimizer
 
 from .running import BLOCKS

@@ -136,7 +136,7 @@ def test_the_peak_is_found_by_the_name_of_the_device_or_unknown(name, peak):
 def test_flop_use_is_the_share_of_the_peak_and_absent_if_the_peak_is_unknown(tiny_model, tmp_path, monkeypatch):
     model = tiny_model()
     assert all("model_flop_use" not in line for line in train(model, tmp_path, Monitor()))
-    monkeypatch.setattr(module, "_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(module, "device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     for line in train(model, tmp_path, Monitor()):
         expected = line["tokens_per_second"] * flops_per_token(model.config, 12) / 312e12
         assert line["model_flop_use"] == pytest.approx(expected)

@@ -58,18 +58,19 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RunData:
     options = {"encode": encode, "separate": recipe.separate_documents}
     load_spec = partial(load_blocks, tokenizer=tokenizer, length=recipe.length, **options)
     train = load_spec(spec, seed=recipe.seed)
+    # The tokens of a stream are not known yet: its files stand in for them.
+    digests = {"train": digest_of(train) if isinstance(train, Dataset) else repr(file_identities(spec))}
     if recipe.held_out:
         split = recipe.held_out_split or recipe.split
         held_out = load_spec(replace(spec, paths=recipe.held_out, split=split, streaming=False), seed=None)
         assert isinstance(held_out, Dataset)
-        digests = {"held_out": digest_of(held_out)}
+        digests |= {"held_out": digest_of(held_out)}
         if isinstance(train, Dataset):
-            return RunData(_whole_batches(train, recipe), held_out, {"train": digest_of(train)} | digests)
+            return RunData(_whole_batches(train, recipe), held_out, digests)
         # `Trainer` does not know where a pass over a stream ends: it would add the micro-batches of a short last step
         # to the next step, and resume in the first pass. So there is one pass without an end.
         endless = train.repeat(None)  # pyrefly: ignore[bad-argument-type]  # documented: `None` repeats without an end
-        # The tokens of a stream are not known yet: its files stand in for them.
-        return RunData(endless, held_out, {"train": repr(file_identities(spec))} | digests)
+        return RunData(endless, held_out, digests)
     assert isinstance(train, Dataset)  # a recipe with a stream has `held_out`
     # At most a tenth of the data, so that most of a small data set is left to train on.
     count = recipe.held_out_sequences or min(MAX_HELD_OUT, max(1, len(train) // 10))
@@ -81,7 +82,7 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RunData:
             "`held_out`, or give more data, or a smaller `length`."
         )
     first, last = (select_rows(train, rows) for rows in (range(num_train), range(num_train, len(train))))
-    return RunData(_whole_batches(first, recipe, count), last, {"train": digest_of(train)})
+    return RunData(_whole_batches(first, recipe, count), last, digests)
 
 
 def _whole_batches(train: Dataset, recipe: Recipe, num_held_out: int = 0) -> Dataset:

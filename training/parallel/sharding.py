@@ -77,7 +77,7 @@ def allow_tensor_parallel_on_cpus(state: PartialState, sharding: DistributedConf
 
 
 def describe_sharding(trainer: AttnResTrainer, sharding: DistributedConfig | None) -> str:
-    """Describe in a line how many processes train, and how they share the model.
+    """Check how the processes share the model, and describe it in a line.
 
     Args:
         trainer: The trainer of the run.
@@ -87,9 +87,11 @@ def describe_sharding(trainer: AttnResTrainer, sharding: DistributedConfig | Non
         The line, such as `8 processes, the model sharded by transformers (FSDP2 8)`.
 
     Raises:
+        ValueError: As [`check_fsdp2`].
         RuntimeError: accelerate ignores `trainer.fsdp` of the recipe, or the launcher's DeepSpeed; or `transformers`
             ignores `distributed`.
     """
+    check_fsdp2(trainer.model)
     if trainer.args.fsdp and not trainer.is_fsdp_enabled:
         raise RuntimeError(_describe_not_sharded("FSDP"))
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not trainer.is_deepspeed_enabled:
