@@ -8,7 +8,7 @@ from typing import Any
 from attnres.utils.declared import DeclaredConnection, declared_connections, presets
 
 # What sets a preset apart from its connection; the column "exact" and the options are the connection's.
-_PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "multi_head": {"summary": "attn_res, 4 heads (MHAR)", "used_by": "", "measured": {}},
     "delta": {
         "summary": "stream, gated attn_res",
@@ -23,7 +23,7 @@ def connections() -> dict[str, DeclaredConnection]:
     """Return the connections by name, the default first, and last the presets."""
     declared = declared_connections()
     own = {name: connection for name, connection in declared.items() if name not in presets()}
-    return own | {name: declared[name]._replace(**_PRESETS[name]) for name in presets()}
+    return own | {name: declared[name]._replace(**PRESETS[name]) for name in presets()}
 
 
 def flag(option: str) -> str:
@@ -75,6 +75,7 @@ def list_connections() -> list[str]:
 
 
 __all__ = [
+    "PRESETS",
     "TITLES",
     "connections",
     "describe_connections",

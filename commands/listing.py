@@ -8,11 +8,11 @@ import typer
 from rich.console import Console
 from rich.padding import Padding
 
-from attnres.utils.declared import backbones, presets
+from attnres.utils.declared import backbones
 from attnres.utils.packaged import configuration_names, configurations, recipe_names, recipe_path
 
 from .choices import Debug, Imports
-from .connections import list_connections
+from .connections import PRESETS, list_connections
 
 
 class Listed(StrEnum):
@@ -34,7 +34,7 @@ HEADINGS = {
     "parameters. Activated: those that a token uses, without the embedding and without lm_head, the output projection",
     Listed.recipes: "Recipes (attnres train NAME)",
     Listed.connections: "Residual connections (attnres convert --residual NAME); "
-    f"{' and '.join(presets())} are presets of attn_res",
+    f"{' and '.join(PRESETS)} are presets of attn_res",
     Listed.tasks: "Benchmarks of the paper (attnres eval --tasks NAME,...)",
     Listed.backbones: "Backbones of the models that attnres convert takes",
     Listed.implementations: "Implementations of depth attention (from_pretrained(depth_attention_implementation=NAME))",

@@ -179,6 +179,20 @@ def append_to_part(text: str, name: str, content: str) -> str:
     return f"{text[:end_mark].rstrip()}\n\n{content}\n{text[end_mark:]}"
 
 
+def add_step(text: str, step: str) -> str:
+    """Add a step to the part on how the model was made, also if a person has edited the other steps.
+
+    Args:
+        text: The card.
+        step: The step as Markdown.
+
+    Returns:
+        The new card.
+    """
+    is_first = find_part(text, "origin") is None
+    return append_to_part(text, "origin", f"## How it was made\n\n{step}" if is_first else step)
+
+
 def text_by_hand(card: str) -> str:
     """Return the text below the metadata without the unedited parts of this package: a person has written it."""
     text, written, place = split_card(remove_upload_mark(card))[1], [], 0
@@ -240,6 +254,7 @@ def merge_cards(local: str, uploaded: str | None, *, overwrite: bool = False) ->
 __all__ = [
     "ORDER",
     "add_metadata",
+    "add_step",
     "append_to_part",
     "digest",
     "find_part",

@@ -25,7 +25,7 @@ from attnres.utils.hub import is_hub_id
 
 from .card_text import (
     add_metadata,
-    append_to_part,
+    add_step,
     find_part,
     put_part,
     read_model_card,
@@ -196,20 +196,6 @@ def decode_card(content: bytes, name: str) -> str:
         raise ValueError(f"{name} is not UTF-8 text ({error}). Save it as UTF-8.") from error
 
 
-def add_step(text: str, step: str) -> str:
-    """Add a step to the part on how the model was made, also if a person has edited the other steps.
-
-    Args:
-        text: The card.
-        step: The step as Markdown.
-
-    Returns:
-        The new card.
-    """
-    is_first = find_part(text, "origin") is None
-    return append_to_part(text, "origin", f"## How it was made\n\n{step}" if is_first else step)
-
-
 def complete(text: str, subject: CardSubject) -> str:
     """Complete a card: add metadata that it lacks, and rewrite the parts that nobody has edited.
 
@@ -313,7 +299,6 @@ def _needed() -> Iterable[str]:
 __all__ = [
     "CARD",
     "CardSubject",
-    "add_step",
     "begin_card",
     "complete",
     "decode_card",

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from attnres import AttnResForCausalLM
 from attnres.configuration import load
 from attnres.conversion import retrofit
-from attnres.publishing.card_text import add_metadata, find_part, read_model_card
-from attnres.publishing.cards import CardSubject, add_step, begin_card, complete, on_hub
+from attnres.publishing.card_text import add_metadata, add_step, find_part, read_model_card
+from attnres.publishing.cards import CardSubject, begin_card, complete, on_hub
 from attnres.publishing.markdown import link_model
 
 from .. import forks

@@ -12,7 +12,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from attnres.configuration import load
-from attnres.publishing.cards import CardSubject, add_step, complete
+from attnres.publishing.card_text import add_step
+from attnres.publishing.cards import CardSubject, complete
 from attnres.publishing.markdown import code, escape, link, link_model, python_text, shell_word
 
 CONFIG = load("attnres-tiny")
