@@ -10,8 +10,7 @@ import typer
 
 from attnres.checkpoints.source import ModelSource
 from attnres.utils.declared import declared_connections
-from attnres.utils.files import check_space
-from attnres.utils.model_files import WRITTEN_MODEL, weight_bytes
+from attnres.utils.model_files import WRITTEN_MODEL
 from attnres.utils.wording import did_you_mean
 
 from .choices import Debug, Imports, check_out
@@ -139,8 +138,6 @@ def convert(
         if folder.is_relative_to(result) or result.is_relative_to(folder):
             raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
     check_out(target, WRITTEN_MODEL, overwrite, "DST")
-    if to is None and not hard_link and Path(source).is_dir():
-        check_space(target.absolute().parent, weight_bytes(Path(source)))  # before the seconds that imports take
     with loading():
         from attnres.conversion.convert import prepare_change, prepare_retrofit, prepare_standard
 
