@@ -31,28 +31,23 @@ class _Field(NamedTuple):
 
 
 _LINEAR = "linear_attn_config"
+# Fields with one name, whose default holds where a file lacks them.
+_SAME = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "initializer_range",
+    "max_position_embeddings", "num_attention_heads", "num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim",
+    "qk_rope_head_dim", "v_head_dim", "mla_use_nope", "attention_bias", "attention_dropout", "moe_intermediate_size",
+    "moe_layer_freq", "moe_router_activation_func", "topk_method", "use_grouped_topk", "topk_group",
+    "routed_scaling_factor", "num_nextn_predict_layers", "tie_word_embeddings", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id",
+)  # fmt: skip
 _FIELDS = (
-    _Field("vocab_size", "vocab_size"),
-    _Field("hidden_size", "hidden_size"),
-    _Field("num_hidden_layers", "num_hidden_layers"),
-    _Field("intermediate_size", "intermediate_size"),
+    *(_Field(name, name) for name in _SAME),
     _Field("hidden_act", "hidden_act", absent="silu"),
     _Field("activation_situ_beta", "activation_situ_beta", absent=None),
     _Field("activation_situ_linear_beta", "activation_situ_linear_beta", absent=None),
     _Field("rms_norm_eps", "rms_norm_eps", absent=1e-6),
-    _Field("initializer_range", "initializer_range"),
-    _Field("max_position_embeddings", "max_position_embeddings"),
-    _Field("num_attention_heads", "num_attention_heads"),
-    _Field("num_key_value_heads", "num_key_value_heads"),
     _Field("q_lora_rank", "q_lora_rank", absent=None, null=None),
-    _Field("kv_lora_rank", "kv_lora_rank"),
-    _Field("qk_nope_head_dim", "qk_nope_head_dim"),
-    _Field("qk_rope_head_dim", "qk_rope_head_dim"),
-    _Field("v_head_dim", "v_head_dim"),
-    _Field("mla_use_nope", "mla_use_nope"),
     _Field("mla_use_output_gate", "mla_use_output_gate", absent=False),
-    _Field("attention_bias", "attention_bias"),
-    _Field("attention_dropout", "attention_dropout"),
     _Field("linear_attn_config.num_heads", "linear_num_heads"),
     _Field("linear_attn_config.head_dim", "linear_head_dim"),
     _Field("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"),
@@ -61,26 +56,14 @@ _FIELDS = (
     _Field("num_experts", "num_local_experts", absent=None, null=None),
     _Field("num_experts_per_token", "num_experts_per_tok"),
     _Field("num_shared_experts", "n_shared_experts", absent=0, null=0),
-    _Field("moe_intermediate_size", "moe_intermediate_size"),
     _Field("routed_expert_hidden_size", "routed_expert_hidden_size", absent=None),
     _Field("latent_moe_use_norm", "latent_moe_use_norm", absent=False),
     _Field("first_k_dense_replace", "first_k_dense_replace", absent=0),
-    _Field("moe_layer_freq", "moe_layer_freq"),
     _Field("moe_renormalize", "norm_topk_prob"),
-    _Field("moe_router_activation_func", "moe_router_activation_func"),
-    _Field("topk_method", "topk_method"),
-    _Field("use_grouped_topk", "use_grouped_topk"),
     _Field("num_expert_group", "n_group"),
-    _Field("topk_group", "topk_group"),
-    _Field("routed_scaling_factor", "routed_scaling_factor"),
-    _Field("num_nextn_predict_layers", "num_nextn_predict_layers"),
-    _Field("tie_word_embeddings", "tie_word_embeddings"),
-    _Field("use_cache", "use_cache"),
-    _Field("bos_token_id", "bos_token_id"),
-    _Field("eos_token_id", "eos_token_id"),
-    _Field("pad_token_id", "pad_token_id"),
     _Field("attn_res_block_size", "attn_res_block_size", absent=None),
 )
+_NAMES = {field.released: field.name for field in _FIELDS}
 _LAYER_LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
 # Fields of SiTU. With another activation they are null.
 _OF_SITU = ("activation_situ_beta", "activation_situ_linear_beta")
@@ -207,9 +190,8 @@ class AttnResKimiK3Config(AttnResConfig):
             )
         # `transformers` has set the fields that it knows, and passes on the others, of which some are second names from
         # releases. Types are checked under the names here.
-        names = {field.released: field.name for field in _FIELDS}
         for name, value in decode(kwargs, fill="text_config" in kwargs).items():
-            field = names.get(name, name)
+            field = _NAMES.get(name, name)
             if field in type(self).__dataclass_fields__:
                 setattr(self, field, value)
                 kwargs.pop(name, None)
@@ -238,17 +220,13 @@ class AttnResKimiK3Config(AttnResConfig):
                 setattr(self, name, None)
         # The gate of the family is that of the released weights, with the same name of its tensor. If the arguments
         # contradict each other, `check_fields` says so.
-        self.attention_gate = kwargs.pop("attention_gate", self._released_gate())
+        self.attention_gate = kwargs.pop("attention_gate", _gate_of_family(self.mla_use_output_gate))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             # The ids of the released tokenizer mean nothing in a smaller vocabulary.
             value = getattr(self, name)
             if value == getattr(type(self), name) and isinstance(value, int) and value >= self.vocab_size:
                 setattr(self, name, None)
         super().__post_init__(**kwargs)
-
-    def _released_gate(self) -> str | None:
-        """Return the family's `attention_gate` that `mla_use_output_gate` stands for."""
-        return "sdpa" if self.mla_use_output_gate else None
 
     def _check_dense_layers(self) -> None:
         """Raise `ValueError` if a field that decides which MLPs are dense is not allowed."""
@@ -354,7 +332,7 @@ class AttnResKimiK3Config(AttnResConfig):
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
         require(self, "checkpoint_layout", self.checkpoint_layout in (COMPOSITE, TEXT), one_of((COMPOSITE, TEXT)))
-        gate = self._released_gate()
+        gate = _gate_of_family(self.mla_use_output_gate)
         allowed = f"{gate!r} where `mla_use_output_gate` is {self.mla_use_output_gate}. Set `mla_use_output_gate` alone"
         require(self, "attention_gate", self.attention_gate == gate, allowed)
         has_none = getattr(self, "value_residual", None) is None  # saved code has the field only if it is used
@@ -399,10 +377,9 @@ def decode(fields: Mapping[str, Any], fill: bool = True) -> dict[str, Any]:
     _check_quantization(flat.pop("quantization_config", None))
     linear = _as_object(_LINEAR, flat.pop(_LINEAR, None))
     lists = {name: linear.pop(name) for name in _LAYER_LISTS if linear.get(name) is not None}
-    names = {field.released: field.name for field in _FIELDS}
     for name, value in linear.items():
-        if (path := f"{_LINEAR}.{name}") in names:
-            flat[names[path]] = value
+        if (path := f"{_LINEAR}.{name}") in _NAMES:
+            flat[_NAMES[path]] = value
         elif value not in (None, False):
             raise ValueError(
                 f"`{_LINEAR}` has the field `{name}` ({value!r}), which may change what the model computes, and which "
@@ -418,7 +395,7 @@ def decode(fields: Mapping[str, Any], fill: bool = True) -> dict[str, Any]:
         if flat["hidden_act"] != "situ":
             _check_without_situ(flat)
         # For the checks of a loaded checkpoint, which compare the fields of the family.
-        flat["attention_gate"] = "sdpa" if flat["mla_use_output_gate"] else None
+        flat["attention_gate"] = _gate_of_family(flat["mla_use_output_gate"])
         if flat["attn_res_block_size"] is None:
             flat.setdefault("residual_connection", "standard")
         flat["model_type"] = AttnResKimiK3Config.model_type
@@ -477,7 +454,7 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
         if name != "attn_res_block_size" and fields.get(name, default) != default:
             text[name] = fields[name]
     # Of the common fields of `transformers`, those that were changed; and fields that no one here knows, which are off.
-    common, known = PreTrainedConfig().to_dict(), config.known_fields() | {field.released for field in _FIELDS}
+    common, known = PreTrainedConfig().to_dict(), config.known_fields() | _NAMES.keys()
     for name, value in fields.items():
         is_changed = name in common and name not in _OF_FILE and value != common[name]
         is_unknown = name not in common and name not in known
@@ -490,6 +467,11 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
     names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
     outer |= {name: text[name] for name in names if name in text}
     return outer | (config.composite_fields or {}) | {"text_config": text}
+
+
+def _gate_of_family(has_output_gate: bool) -> str | None:
+    """Return the family's `attention_gate` that the released `mla_use_output_gate` stands for."""
+    return "sdpa" if has_output_gate else None
 
 
 def _check_without_situ(fields: Mapping[str, Any]) -> None:
@@ -514,8 +496,7 @@ def _as_object(name: str, value: Any) -> dict[str, Any]:
         return {}
     if isinstance(value, PreTrainedConfig) or hasattr(value, "to_dict"):
         return value.to_dict()
-    if not isinstance(value, Mapping):
-        raise ValueError(f"`{name}` is {value!r}, but must be an object with fields.")
+    require_value(name, value, isinstance(value, Mapping), "an object with fields")
     return dict(value)
 
 
@@ -525,13 +506,11 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
     Raises:
         ValueError: a layer is in both lists or in none, or there is no such layer.
     """
-    if not is_count(layers):
-        raise ValueError(f"`num_hidden_layers` is {layers!r}, but must be an integer >= 1.")
+    require_value("num_hidden_layers", layers, is_count(layers), "an integer >= 1")
     kinds: dict[int, str] = {}
     one, other = (f"`{name}`" for name in _LAYER_LISTS)
     for name, numbers in lists.items():
-        if not isinstance(numbers, list | tuple):
-            raise ValueError(f"`{name}` is {numbers!r}, but must be a list of layers, which count from 1.")
+        require_value(name, numbers, isinstance(numbers, list | tuple), "a list of layers, which count from 1")
         for number in numbers:
             if not is_count(number) or number > layers:
                 raise ValueError(f"`{name}` has the layer {number!r}, but layers must count from 1 to {layers}.")
