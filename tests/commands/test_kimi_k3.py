@@ -99,6 +99,18 @@ def test_an_evaluation_loads_packed_weights(folder):
     assert type(model.model) is AttnResKimiK3ForCausalLM
 
 
+def check_inspection(source: Path, text: Path, out: Path) -> None:
+    """Inspect a release, and assert that each block of layers is a source."""
+    few = ("--tokens", "128", "--length", "64", "--intervention-tokens", "64")
+    with pytest.warns(FamilyWarning, match=r"vision_tower\.\*: 1 tensor\."):
+        run = run_well("inspect", source, "--out", out, "--text", text, *few)
+    (model,) = json.loads((out / "inspection.json").read_text())["models"]
+    assert model["depth"]["sources"] == ["embedding", "block 1", "block 2", "block 3"]
+    assert model["depth"]["block_size"] == 6  # three layers of two sublayers
+    assert all(f"{source.name}: {name}\n" in run.out for name in ("depth attention", "magnitudes", "interventions"))
+    assert "source: block of 3 layers" in (out / "depth_attention.svg").read_text()
+
+
 @pytest.mark.slow
 def test_commands_take_a_release_with_its_own_tokenizer_as_it_is(tmp_path):
     """The table, the chat format and the control tokens of the release, without running its code."""
@@ -112,7 +124,7 @@ def test_commands_take_a_release_with_its_own_tokenizer_as_it_is(tmp_path):
     sizes = ("length=1024", "batch_size=2", "steps=2", "held_out_sequences=2")
     run_well("train", "sft", f"model={source}", f"train={chat}", f"out={tmp_path / 'run'}", *sizes)
     (tmp_path / "text.txt").write_text("One and one make two. " * 20)
-    run_well("inspect", source, "--out", tmp_path / "inspected", "--text", tmp_path / "text.txt")
+    check_inspection(source, tmp_path / "text.txt", tmp_path / "inspected")
     convert_well(source, tmp_path / "converted")
     folders = (tmp_path / "run" / "model", tmp_path / "converted")
     ours, *copies = [load_tokenizer(source), *(AutoTokenizer.from_pretrained(folder) for folder in folders)]
@@ -145,20 +157,6 @@ def test_each_block_of_layers_is_a_source(folder):
     depth = depth_axis(model, [1 if of_consumer is None else len(of_consumer) for of_consumer in weights])
     assert depth.sources == ("embedding", "block 1", "block 2", "block 3")
     assert (depth.block_size, depth.block) == (6, "block of 3 layers")
-
-
-@pytest.mark.slow
-def test_an_inspection_has_a_source_for_each_block_of_layers(folder, tmp_path):
-    text = ("--text", folder / "text.txt", "--tokens", "128", "--length", "64", "--intervention-tokens", "64")
-    with pytest.warns(FamilyWarning, match=r"vision_tower\.\*: 1 tensor\."):
-        run = run_well("inspect", folder / "packed", "--out", tmp_path / "out", *text)
-    content = json.loads((tmp_path / "out" / "inspection.json").read_text())
-    (model,) = content["models"]
-    assert model["depth"]["sources"] == ["embedding", "block 1", "block 2", "block 3"]
-    assert model["depth"]["block_size"] == 6  # three layers of two sublayers
-    assert all(f"packed: {name}\n" in run.out for name in ("depth attention", "magnitudes", "interventions"))
-    svg = (tmp_path / "out" / "depth_attention.svg").read_text()
-    assert "source: block of 3 layers" in svg
 
 
 def test_a_publication_counts_unpacked_parameters_and_names_the_layout(folder):
@@ -258,11 +256,11 @@ def test_a_small_model_learns_conversations(trained, tmp_path):
 @torch.no_grad()
 def test_benchmarks_of_choices_and_of_text_score_a_trained_model_as_the_stock_harness(trained, assets, tmp_path):
     saved, out, data = trained[0], tmp_path / "out", assets / "hub"
-    command = ("-m", "attnres_cli", "eval", saved, "--out", out, "--data", data, "--tasks", "hellaswag,cmath")
+    command = ("-m", "attnres_cli", "eval", saved, "--out", out, "--data", data, "--tasks", "arc_challenge,cmath")
     run = forks.run(*command, "--limit", "1")
     assert run.returncode == 0, run.stderr
     lm = HFLM(AutoModelForCausalLM.from_pretrained(saved), tokenizer=AutoTokenizer.from_pretrained(saved))
-    for benchmark in ("hellaswag", "cmath"):
+    for benchmark in ("arc_challenge", "cmath"):
         expected = lm_eval.evaluate(lm, load(benchmarks()[benchmark], data), limit=1, bootstrap_iters=0)["samples"]
         for task, samples in expected.items():
             actual = json.loads((out / "model" / f"{task}.json").read_text())["samples"]

@@ -182,7 +182,7 @@ def test_the_attention_implementation_may_change_and_attention_weights_are_recor
 def test_a_gated_model_compiles_to_one_graph_in_its_first_call(build, token_ids, backbone, place):
     torch.compiler.reset()
     model = build(backbone, **gate(place, "elementwise"))
-    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
     actual = compiled(token_ids, labels=token_ids, use_cache=False)
     torch.testing.assert_close(actual.logits, model(token_ids).logits, rtol=0, atol=1e-4)
     actual.loss.backward()

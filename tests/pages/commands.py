@@ -6,7 +6,8 @@ A command without an entry runs as it is printed. The key of an entry is the beg
 # Commands that are not run here -> the reason, or the test that runs them.
 ELSEWHERE = {
     "pip install": "a package registry; environments of pip are made by `make` and by tests/peers/environments.py",
-    "make demo": "tests/training/test_demo.py, and `attnres demo` below; .ci/run makes an environment",
+    "make demo": "tests/training/test_demo.py; .ci/run makes an environment",
+    "attnres demo": "tests/training/test_demo.py, on less text",
     "make notebooks": "tests/notebooks",
     "python notebooks/execute.py": "tests/notebooks",
     "vllm serve my-k3": "needs GPUs; the guide says that it was not run",
@@ -43,7 +44,6 @@ _FEW = ("--tasks", "arc_challenge", "--data", "data", "--limit", "2")
 _LITTLE = ("--tokens", "256", "--length", "64", "--intervention-tokens", "64")
 # Arguments to add, with which a command takes seconds.
 ADDED = {
-    "attnres demo": ("--minutes", "0.01", "--text", "text.txt"),
     "attnres inspect": _LITTLE,
     "attnres eval qwen3-attnres --baseline": _FEW,
     "attnres eval qwen3-attnres --tasks arc_challenge --out": ("--data", "data"),

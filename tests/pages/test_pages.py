@@ -25,7 +25,7 @@ BIN = Path(sys.executable).parent
 BUILT_IN = {*CONNECTIONS}  # tests add others
 WITH_CODE = [page for page in PAGES if any(block.language in ("bash", "python") for block in blocks_of(page))]
 # Folders of the material that a command makes itself -> the beginning of that command.
-MAKES = {"attnres-demo": "attnres demo", "qwen3-attnres": "attnres convert Qwen/Qwen3-0.6B qwen3-attnres "}
+MAKES = {"qwen3-attnres": "attnres convert Qwen/Qwen3-0.6B qwen3-attnres "}
 ALLOWED = {"bash", "python", "yaml", "json", "text", "toml", "bibtex"}
 
 

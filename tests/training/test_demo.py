@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from attnres.training.demo import difference, document_losses
-from attnres.training.text import python_sources, train_tokenizer
+from attnres.training.text import python_sources
 
 from .. import forks
 
@@ -37,6 +38,16 @@ def stories(assets, tmp_path) -> Path:
 
 def attnres(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
     return forks.run("-m", "attnres_cli", *arguments, cwd=cwd)
+
+
+# Runs `attnres` where a demo has one seed.
+ONE_SEED = """
+from attnres.commands.main import main
+from attnres.training import demo
+
+demo.SEEDS = 1
+main()
+"""
 
 
 def error_line(process: subprocess.CompletedProcess) -> str:
@@ -109,15 +120,30 @@ def test_the_demo_compares_over_seeds_shows_an_exact_retrofit_and_saves_a_model_
     refused = error_line(attnres("demo", "--out", "a", "--overwrite", cwd=tmp_path))
     assert "a holds model/notes.md, which is not part of a demo" in refused
     (tmp_path / "a" / "model" / "notes.md").unlink()
-    again = attnres("demo", "--out", "a", "--minutes", 0.09, "--text", stories, "--overwrite", cwd=tmp_path)
+    arguments = ("demo", "--out", "a", "--minutes", 0.01, "--text", stories, "--overwrite")
+    again = forks.run("-c", ONE_SEED, *arguments, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert json.loads((tmp_path / "a" / "results.json").read_text()) == results
+    of_one = json.loads((tmp_path / "a" / "results.json").read_text())
+    for measured in ("held_out_loss", "training_loss"):
+        assert of_one[measured] == {name: by_seed[:1] for name, by_seed in results[measured].items()}
+    for measured in ("text", "model", "steps", "retrofit", "depth_attention", "sample"):
+        assert of_one[measured] == results[measured]
 
 
 @pytest.mark.slow
-def test_with_a_checkpoint_the_demo_begins_with_its_retrofit_and_continues_the_users_text(stories, assets, tmp_path):
-    checkpoint = assets / "checkpoints" / "stories260K-hf"
-    process = attnres("demo", "--checkpoint", checkpoint, "--minutes", 0.07, "--text", stories, cwd=tmp_path)
+def test_with_a_checkpoint_the_demo_begins_with_its_retrofit_and_runs_none_of_its_code(stories, assets, tmp_path):
+    """It continues the user's text, and the saved files do not name the code either."""
+    start = Path(shutil.copytree(assets / "checkpoints" / "stories260K-hf", tmp_path / "start"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "evil.py").write_text(
+        f"open({str(tmp_path / 'sprung')!r}, 'w').close()\n"
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass T(PreTrainedTokenizerFast): ...\n"
+    )
+    config = start / "tokenizer_config.json"
+    fields = json.loads(config.read_text()) | {"auto_map": {"AutoTokenizer": [None, f"{other}--evil.T"]}}
+    config.write_text(json.dumps(fields))
+    process = attnres("demo", "--checkpoint", "start", "--minutes", 0.07, "--text", stories, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     acts = [process.stdout.index(name) for name in ("Act one: ", "same text:", "Act two: both", "Held-out loss")]
     assert acts == sorted(acts)
@@ -129,29 +155,10 @@ def test_with_a_checkpoint_the_demo_begins_with_its_retrofit_and_continues_the_u
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres-demo" / "model")
     assert saved.config.model_type == "attnres_llama"
     assert saved.config.attn_res_scale == "sum"
-
-
-@pytest.mark.slow
-def test_the_code_of_a_checkpoint_is_neither_run_nor_named_in_the_saved_files(text, tiny_model, tmp_path):
-    (tmp_path / "start").mkdir()
-    tiny_model(residual_connection="standard", vocab_size=600).save_pretrained(tmp_path / "start")
-    train_tokenizer(python_sources(50_000), 600).save_pretrained(tmp_path / "start")
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "evil.py").write_text(
-        f"open({str(tmp_path / 'sprung')!r}, 'w').close()\n"
-        "from transformers import PreTrainedTokenizerFast\n\n\nclass T(PreTrainedTokenizerFast): ...\n"
-    )
-    config = tmp_path / "start" / "tokenizer_config.json"
-    fields = json.loads(config.read_text())
-    auto_map = {"AutoTokenizer": [None, f"{other}--evil.T"]}
-    config.write_text(json.dumps(fields | {"auto_map": auto_map, "tokenizer_class": "Qwen2Tokenizer"}))
-    process = attnres("demo", "--checkpoint", "start", "--minutes", 0.07, "--text", text, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
     assert not (tmp_path / "sprung").exists()
     written = tmp_path / "attnres-demo" / "model" / "tokenizer_config.json"
     assert "evil" not in written.read_text()
-    AutoTokenizer.from_pretrained(tmp_path / "start", trust_remote_code=True)
+    AutoTokenizer.from_pretrained(start, trust_remote_code=True)
     assert (tmp_path / "sprung").exists(), "the trap must work where code is run"
 
 
