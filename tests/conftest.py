@@ -1,4 +1,8 @@
-"""Shared fixtures: a small configuration that has every kind of layer, and models with non-trivial weights."""
+"""Shared fixtures: a small configuration that has every kind of layer, and models with non-trivial weights.
+
+The process of pytest that hands tests to its workers imports this file too, before it starts them. What takes seconds
+to import is therefore imported by the fixtures.
+"""
 
 import gc
 import os
@@ -9,17 +13,18 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.residual_attnres import residual_tensors
+if TYPE_CHECKING:
+    import torch
 
-from .conversion import backbones as _backbones
-from .hub.running import Hub
+    from attnres import AttnResConfig, AttnResForCausalLM
+
+    from .hub.running import Hub
 
 ROOT = Path(__file__).parents[1]
 # Started in the background, by a shell without job control, this process ignores SIGINT, and so would those it starts.
@@ -27,12 +32,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Without limits of time, which a busy machine does not keep, and with half of the usual number of examples.
 settings.register_profile("untimed", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
-# The models here are so small that a second thread gains nothing, and where cores are busy costs much.
-torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from searching what was imported: each `Trainer` calls it, for half of its time."""
+    """Compute on one thread, and keep the garbage collector from searching what was imported.
+
+    The models here are so small that a second thread gains nothing, and where cores are busy costs much. Each `Trainer`
+    calls the garbage collector, for half of its time.
+    """
+    import torch
+
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 
@@ -64,7 +74,9 @@ TINY = {
 @pytest.fixture(scope="session")
 def backbones() -> ModuleType:
     """The module `tests/conversion/backbones.py`: standard models and family members on every backbone."""
-    return _backbones
+    from .conversion import backbones
+
+    return backbones
 
 
 @pytest.fixture(scope="session")
@@ -85,14 +97,20 @@ def once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_config() -> Callable[..., AttnResConfig]:
+def tiny_config() -> Callable[..., "AttnResConfig"]:
     """`tiny_config(**overrides)`: a small AttnRes configuration."""
+    from attnres import AttnResConfig
+
     return lambda **overrides: AttnResConfig(**{**TINY, **overrides})
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_config) -> Callable[..., AttnResForCausalLM]:
+def tiny_model(tiny_config) -> Callable[..., "AttnResForCausalLM"]:
     """`tiny_model(seed=0, **overrides)`: a small model, in eval mode, whose depth weights are far from uniform."""
+    import torch
+
+    from attnres import AttnResForCausalLM
+    from attnres.residual_attnres import residual_tensors
 
     def build(seed: int = 0, **overrides) -> AttnResForCausalLM:
         torch.manual_seed(seed)
@@ -105,8 +123,10 @@ def tiny_model(tiny_config) -> Callable[..., AttnResForCausalLM]:
 
 
 @pytest.fixture
-def token_ids() -> torch.Tensor:
+def token_ids() -> "torch.Tensor":
     """Two sequences of 11 tokens without special tokens, `[2, 11]`."""
+    import torch
+
     return torch.randint(3, TINY["vocab_size"], (2, 11), generator=torch.Generator().manual_seed(1))
 
 
@@ -119,8 +139,10 @@ def assets() -> Path:
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub() -> Iterator["Hub"]:
     """A Hub on this machine, empty, to publish to and to load from; see `tests/hub/running.py`."""
+    from .hub.running import Hub
+
     with Hub.running() as hub:
         yield hub
 

@@ -13,13 +13,22 @@ from attnres.commands.app import app
 from attnres.commands.errors import describe
 from attnres.commands.options_plan import parse_memory
 from attnres.commands.plan import read_config
+from attnres.configuration import load
 from attnres.planning import Costs, Device, Job, Layout, missing_engine, plan_layout
 from attnres.training.parallel.pipeline_settings import PipelineSettings, count_replicas
 from attnres.training.parallel.sharding import make_sharding
 from attnres.training.settings import ShardingSettings
 
 # Nodes of one device leave out tensor parallelism, whose traces take time.
-TINY = ["plan", "attnres-tiny", "--devices", "4", "--context", "256", "--batch-tokens", "4096", "--per-node", "1"]
+OPTIONS = ["--devices", "4", "--context", "256", "--batch-tokens", "4096", "--per-node", "1"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> list[str]:
+    """Return arguments of a plan for `attnres-tiny` with one layer of each kind."""
+    folder = tmp_path_factory.mktemp("small")
+    load("attnres-tiny", num_hidden_layers=4).save_pretrained(folder)
+    return ["plan", str(folder), *OPTIONS]
 
 
 def run(*arguments: str):
@@ -31,7 +40,7 @@ def on_one_line(output: str) -> str:
 
 
 def test_the_table_has_a_line_for_each_layout_and_names_what_dominates():
-    done = run(*TINY, "--shown", "3", "--runnable")
+    done = run("plan", "attnres-tiny", *OPTIONS, "--shown", "3", "--runnable")
     assert done.exit_code == 0, done.output
     heading, *lines, total = done.stdout.splitlines()
     assert len(lines) == 3
@@ -40,10 +49,10 @@ def test_the_table_has_a_line_for_each_layout_and_names_what_dominates():
     assert "Memory is counted; times are estimates." in total
 
 
-def test_each_reason_why_a_printed_layout_does_not_run_here_is_printed_once():
-    table = run(*TINY, "--shown", "20").stdout.splitlines()
+def test_each_reason_why_a_printed_layout_does_not_run_here_is_printed_once(small):
+    table = run(*small, "--shown", "20").stdout.splitlines()
     rows = [line for line in table if line.split()[-1] in ("yes", "no")]
-    plans = json.loads(run(*TINY, "--json").stdout)["plans"][: len(rows)]
+    plans = json.loads(run(*small, "--json").stdout)["plans"][: len(rows)]
     assert [line.split()[-1] for line in rows] == ["no" if plan["missing_engine"] else "yes" for plan in plans]
     reasons = [f"Does not run here: {plan['missing_engine']}." for plan in plans if plan["missing_engine"]]
     assert table[1 + len(rows) : -1] == [*dict.fromkeys(reasons)] != []
@@ -71,14 +80,14 @@ def test_a_context_beyond_the_models_is_refused():
     )
 
 
-def test_serving_is_planned_with_caches_and_experts_that_groups_share():
-    done = run(*TINY, "--serve", "--json")
+def test_serving_is_planned_with_caches_and_experts_that_groups_share(small):
+    done = run(*small, "--serve", "--json")
     plans = json.loads(done.stdout)["plans"]
     assert {plan["layout"]["expert"] for plan in plans} == {1, 2, 4}
     assert all(plan["memory"]["caches"] > 0 for plan in plans)
     # One device has one layout.
-    alone = ["plan", "attnres-tiny", "--serve", "--devices", "1", "--context", "256", "--batch-tokens", "256"]
-    assert "1 layout fits into 73.6 GB of 80 GB" in run(*alone).stdout
+    alone = ["--serve", "--devices", "1", "--batch-tokens", "256"]
+    assert "1 layout fits into 73.6 GB of 80 GB" in run(*small, *alone).stdout
 
 
 def test_the_json_has_all_layouts_of_a_model_directory(tmp_path):
@@ -182,8 +191,8 @@ def test_the_recipe_takes_the_sizes_of_each_layout_that_runs_here():
             assert sharding.count_processes() == layout.devices
 
 
-def test_a_model_that_fits_nowhere_gets_the_nearest_miss_and_a_remedy():
-    done = run(*TINY, "--memory", "0.005")
+def test_a_model_that_fits_nowhere_gets_the_nearest_miss_and_a_remedy(small):
+    done = run(*small, "--memory", "0.005")
     assert isinstance(done.exception, ValueError)
     message = str(done.exception)
     assert message.startswith("No layout of 4 devices fits: the nearest (data ")

@@ -52,6 +52,11 @@ CASES |= {
     if connection.retrofit is not None and name not in ("standard", *(case[0] for case in CASES.values()))
 }
 EVERY_CASE = pytest.mark.parametrize("case", CASES)
+# On Kimi Linear, one connection of each kind of state.
+OF_EACH_KIND = ["attn_res", "denseformer", "mhc, 4"]
+EVERY_CASE_AND_KIND = pytest.mark.parametrize(
+    ("case", "model_type"), [*((case, "llama") for case in CASES), *((case, "kimi_linear") for case in OF_EACH_KIND)]
+)
 KIMI = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
@@ -106,8 +111,7 @@ def flags(options: dict) -> list[str]:
     return [part for pair in pairs for part in pair]
 
 
-@EVERY_CASE
-@pytest.mark.parametrize("model_type", ["llama", "kimi_linear"])
+@EVERY_CASE_AND_KIND
 def test_a_retrofit_in_memory_is_exact_also_after_saving_and_loading(case, model_type, tmp_path):
     name, options, _ = CASES[case]
     model = source_model(model_type)
@@ -146,25 +150,6 @@ def sources(tmp_path_factory) -> Path:
     return folder
 
 
-# On Kimi Linear, one connection of each kind of state.
-OF_EACH_KIND = ["attn_res", "denseformer", "mhc, 4"]
-
-
-@pytest.mark.parametrize(
-    ("case", "model_type"), [*((case, "llama") for case in CASES), *((case, "kimi_linear") for case in OF_EACH_KIND)]
-)
-def test_convert_verifies_a_retrofit_and_the_result_loads(case, model_type, sources, tmp_path):
-    name, options, _ = CASES[case]
-    run = convert_well(sources / model_type, tmp_path / "result", "--residual", name, *flags(options))
-    assert "Verified: " in run.out and "Not the same" not in run.out
-    before, after = files_of(sources / model_type), files_of(tmp_path / "result")
-    assert all(after[file] == before[file] for file in before if file.endswith(".safetensors"))
-    result = AutoModelForCausalLM.from_pretrained(tmp_path / "result")
-    assert result.config.residual_connection == name
-    assert set(tensors_of(tmp_path / "result")) - set(tensors_of(sources / model_type)) == set(residual_tensors(result))
-    assert_exact(result, AutoModelForCausalLM.from_pretrained(sources / model_type))
-
-
 published = test_published_layout.published  # a fixture: the layout in which Kimi Linear was published, written by hand
 
 
@@ -187,21 +172,31 @@ def test_a_connection_that_starts_at_random_starts_the_same_each_time(sources, t
     assert not torch.equal(weights[0], weights[1]), "the connections of two sublayers must differ"
 
 
-@EVERY_CASE
-def test_a_retrofit_can_be_undone_until_it_is_trained(case, sources, tmp_path):
+@EVERY_CASE_AND_KIND
+def test_convert_verifies_a_retrofit_that_loads_and_can_be_undone_until_it_is_trained(
+    case, model_type, sources, tmp_path
+):
     name, options, (tensor, reason) = CASES[case]
-    convert_well(sources / "llama", tmp_path / "result", "--residual", name, *flags(options), "--no-verify")
-    convert_well(tmp_path / "result", tmp_path / "back", "--to", "standard")
-    before, after = files_of(sources / "llama"), files_of(tmp_path / "back")
+    source, result = sources / model_type, tmp_path / "result"
+    run = convert_well(source, result, "--residual", name, *flags(options))
+    assert "Verified: " in run.out and "Not the same" not in run.out
+    before, after = files_of(source), files_of(result)
+    assert all(after[file] == before[file] for file in before if file.endswith(".safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(result)
+    assert model.config.residual_connection == name
+    added = tensors_of(result).keys() - tensors_of(source).keys()
+    assert added == residual_tensors(model).keys()
+    assert_exact(model, AutoModelForCausalLM.from_pretrained(source))
+
+    convert_well(result, tmp_path / "back", "--to", "standard")
+    after, index = files_of(tmp_path / "back"), "model.safetensors.index.json"
     assert after.keys() == before.keys()
-    index = "model.safetensors.index.json"
     assert [file for file in before if after[file] != before[file] and file != index] == []
     assert {*CONNECTIONS[name].fields, "residual_connection"}.isdisjoint(json.loads(after["config.json"]))
 
-    added = tensors_of(tmp_path / "result").keys() - tensors_of(sources / "llama").keys()
     trained = next(n for n in sorted(added) if f"layers.1.{tensor}" in n)
-    change_tensors(tmp_path / "result", {trained: tensors_of(tmp_path / "result")[trained] + 0.5})
-    error = convert(tmp_path / "result", tmp_path / "again", "--to", "standard").error
+    change_tensors(result, {trained: tensors_of(result)[trained] + 0.5})
+    error = convert(result, tmp_path / "again", "--to", "standard").error
     assert "no standard decoder computes the same function" in error and f"`{trained}`" in error and reason in error
     assert not (tmp_path / "again").exists()
 

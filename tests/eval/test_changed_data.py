@@ -64,14 +64,13 @@ def without_ids(test: pd.DataFrame) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "parts"),
+    ("change", "parts", "with_baseline"),
     [
-        (other_gold, "documents and gold answers"),
-        (other_question, "documents and prompts"),
-        (without_ids, "documents"),
+        (other_gold, "documents and gold answers", False),
+        (other_question, "documents and prompts", True),
+        (without_ids, "documents", False),
     ],
 )
-@pytest.mark.parametrize("with_baseline", [False, True])
 def test_a_stored_result_is_refused_when_its_data_changed_and_no_file_changes(
     change, parts, with_baseline, models, data, evaluated, tmp_path, monkeypatch
 ):

@@ -26,7 +26,7 @@ from attnres.eval.suite import find_unfinished, run_jobs
 
 from .. import forks
 
-LIMIT = 3
+LIMIT = 2
 COMPARED = 12  # items on which `other` and `source` differ
 BENCHMARKS = "arc_challenge,gsm8k,cmath"
 LEAF_TASKS = {"arc_challenge", "gsm8k_cot", "attnres_cmath_validation", "attnres_cmath_test"}

@@ -15,7 +15,7 @@ from attnres.checkpoints.tokenizers import load_tokenizer
 
 from ..checkpoints.kimi_release import train_vocabulary, write_tokenizer
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.slow, pytest.mark.engines]
 REQUIREMENTS = ("llmcompressor==0.14.0.1", "tiktoken==0.14.0")
 # Ranges of characters: twenty scripts, marks, white space, controls, emoji, tags and letters with odd case.
 RANGES = (
