@@ -118,6 +118,8 @@ class Recipe:
             or `{residual: NAME}`.
         imports: Python files with residual connections of your own. The key of a recipe's file is `import`.
         tokenizer: A directory or Hub id. By default the model's; a model from scratch needs one.
+        trust_remote_code: Run Python code that comes with the tokenizer, and save it with the model. The model's own
+            code is never run.
         held_out: Data sets to measure the loss on. Without it, `held_out_sequences` are taken from the training data.
         held_out_split: The split of `held_out`. By default `split`.
         held_out_sequences: How many sequences are taken from the training data if there is no `held_out`. By default
@@ -175,6 +177,7 @@ class Recipe:
     imports: Annotated[Places, AfterValidator(_import_files)] = ()  # read first: `retrofit` may name their connections
     retrofit: Annotated[dict[str, Any], AfterValidator(_check_retrofit)] | None = None
     tokenizer: Place | None = None
+    trust_remote_code: StrictBool = False
     held_out: Places = ()
     held_out_split: Name | None = None
     held_out_sequences: Count | None = None
