@@ -139,6 +139,8 @@ class Recipe:
         tokens: The length of the run in tokens, over all processes.
         epochs: The length of the run in passes over the training data. `steps` or `tokens` may end the run earlier.
         optimizer: `adamw`, or `muon` for the matrices.
+        muon_per_head: Whether Muon orthogonalises each head of the Q, K and V projections by itself. By default as the
+            model was trained: true for Kimi K3, else false.
         learning_rate: The highest rate of the schedule.
         weight_decay: The decay of matrices. Vectors and the tensors of residual connections do not decay.
         residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`. A
@@ -195,6 +197,7 @@ class Recipe:
     tokens: Count | None = None
     epochs: Positive | None = None
     optimizer: Optimizer = "adamw"
+    muon_per_head: StrictBool | None = None
     learning_rate: Positive = 3e-4
     weight_decay: Factor = 0.1
     residual_lr_factor: Factor = 1.0
