@@ -10,10 +10,12 @@ files.
 import json
 import re
 import shutil
+import tempfile
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -83,6 +85,21 @@ def copy_side_files(
             # `transformers` corrects this tokenizer as it loads, but only beside the `config.json` of a Mistral.
             backend.save(str(target / "tokenizer.json"))
     return notes
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
+    """Save a tokenizer beside a model, its code, if it was run, in the subfolder that conversions use.
+
+    `save_pretrained` would write the code beside the model's, where it could take the place of a file.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tokenizer.save_pretrained(folder)
+        config = read_object(folder / TOKENIZER_CONFIG)
+        if AUTO_MAP in config:
+            config[AUTO_MAP], _ = copy_code(config[AUTO_MAP], folder, target)
+            write_json(folder / TOKENIZER_CONFIG, config)
+        shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.py"), dirs_exist_ok=True)
 
 
 def _side_files(folder: Path) -> dict[Path, bool]:
@@ -279,4 +296,4 @@ def with_imports(code: Path, folder: Path) -> list[Path]:
     return files
 
 
-__all__ = ["code_fields", "copy_side_files", "module_of", "references", "with_imports"]
+__all__ = ["code_fields", "copy_side_files", "module_of", "references", "save_tokenizer", "with_imports"]

@@ -13,15 +13,16 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import httpx
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from attnres.utils.model_files import TOKENIZER_FILES
+from attnres.utils.quiet import quiet_transformers
 
 from .kimi_tokenizer import read_kimi_tokenizer
 from .sizes import check_sizes
-from .source_files import read_object
+from .source_files import AUTO_MAP, read_object
 
 SAVE_ONE = "save one there by AutoTokenizer.from_pretrained(SOURCE).save_pretrained(DIR)"
 
@@ -35,7 +36,8 @@ def load_tokenizer(
         source: The directory, or the id on the Hub.
         remedy: How to give this command another tokenizer, such as "name one by --tokenizer". The message ends with
             it, after the advice to save one in the directory.
-        trust_remote_code: Whether to run code that comes with the tokenizer. Without it, the user is not asked.
+        trust_remote_code: Whether to run code that comes with the tokenizer. Without it, the user is not asked. Code of
+            the model and of its configuration is not run in either case.
         options: Other arguments of `AutoTokenizer.from_pretrained`, such as `revision`.
 
     Returns:
@@ -48,19 +50,34 @@ def load_tokenizer(
     """
     _check_config(source, options.get("revision"))
     hub = {key: options[key] for key in ("revision", "subfolder", "token") if key in options}
-    if (released := read_kimi_tokenizer(source, get_tokenizer_config(source, **hub), **hub)) is not None:
+    tokenizer_config = get_tokenizer_config(source, **hub)
+    if (released := read_kimi_tokenizer(source, tokenizer_config, **hub)) is not None:
         return released
     try:
+        if trust_remote_code:
+            # `AutoTokenizer` would run the code of the configuration too.
+            options["config"] = _read_config(source, **hub)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
         if isinstance(error, OSError) and not Path(source).is_dir():
             raise
-        _check_config_loads(source, trust_remote_code)
+        _check_config_loads(source)
+        if AUTO_MAP in tokenizer_config and not trust_remote_code:
+            raise ValueError(
+                f"The tokenizer of {source} is code that came with it: read that code, then allow it to run by "
+                "--trust-remote-code, or in a recipe by trust_remote_code=true."
+            ) from error
         raise ValueError(_no_tokenizer(source, remedy, error)) from error
     # From a directory without files, `AutoTokenizer` makes some tokenizers of special tokens alone.
     if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ValueError(_no_tokenizer(source, remedy))
     return tokenizer
+
+
+def is_plain_fast(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer is its backend alone: a fast one, without code that came with it."""
+    has_code = type(tokenizer).__module__.startswith(f"{TRANSFORMERS_DYNAMIC_MODULE_NAME}.")
+    return tokenizer.is_fast and not has_code
 
 
 def _check_config(source: str | os.PathLike, revision: str | None) -> None:
@@ -74,13 +91,24 @@ def _check_config(source: str | os.PathLike, revision: str | None) -> None:
         check_sizes(path, read_object(path))
 
 
-def _check_config_loads(source: str | os.PathLike, trust_remote_code: bool) -> None:
+def _read_config(source: str | os.PathLike, **hub: Any) -> PreTrainedConfig:
+    """Read the `config.json` beside a tokenizer without its code, as `AutoTokenizer` does if no code is trusted."""
+    with quiet_transformers():
+        try:
+            return AutoConfig.from_pretrained(source, trust_remote_code=False, **hub)
+        except (OSError, ValueError):
+            return PreTrainedConfig.from_pretrained(source, **hub)
+
+
+def _check_config_loads(source: str | os.PathLike) -> None:
     """Raise ValueError if a tokenizer does not load because the `config.json` beside it does not."""
     path = Path(source, CONFIG_NAME)
     if not path.is_file():
         return
+    if AUTO_MAP in read_object(path):
+        return  # its values are for code that is not run
     try:
-        AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # a wrong value fails in any way
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} cannot be used ({type(error).__name__}: {reason}). Mend that value there.") from error
@@ -96,4 +124,4 @@ def _no_tokenizer(source: str | os.PathLike, remedy: str, error: Exception | Non
     return f"{source} has no tokenizer that loads{': ' if advice else ''}{', or '.join(advice)}.{reason}"
 
 
-__all__ = ["load_tokenizer"]
+__all__ = ["is_plain_fast", "load_tokenizer"]

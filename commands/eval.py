@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
 
 from attnres.checkpoints.source import ModelSource
 from attnres.eval import sandbox
@@ -41,11 +42,13 @@ class EvaluatedModel:
     Attributes:
         name: The name as the user gave it.
         folder: The directory of the model's files.
+        tokenizer: The tokenizer of the model.
         store: The stored results of the model.
     """
 
     name: str
     folder: Path
+    tokenizer: PreTrainedTokenizerBase
     store: ResultStore
 
 
@@ -74,12 +77,17 @@ def run_eval(options: EvalOptions) -> None:
     for name, source in sources.items():
         # A model with a wrong configuration or without a tokenizer must fail before any data is loaded.
         source.check_files()
-        tokenizers[name] = source.tokenizer()
+        tokenizers[name] = source.tokenizer(trust_remote_code=options.trust_remote_code)
         check_special_tokens(tokenizers[name], name)
     options.out.mkdir(parents=True, exist_ok=True)
     with locked(options.out / ".lock", options.out), quiet_transformers():
         models = [
-            EvaluatedModel(name, folders[name], ResultStore(options.out / role, _setup(name, folders[name], options)))
+            EvaluatedModel(
+                name,
+                folders[name],
+                tokenizers[name],
+                ResultStore(options.out / role, _setup(name, folders[name], options)),
+            )
             for role, name in (("baseline", options.baseline), ("model", options.model))
             if name
         ]
@@ -118,7 +126,8 @@ def run_eval(options: EvalOptions) -> None:
 
 def _setup(name: str, folder: Path, options: EvalOptions) -> dict:
     """Return the settings that decide a model's numbers, with file sizes and times that reveal a replaced file."""
-    patterns = ("*.json", "*.safetensors", "*.bin", *TOKENIZER_PATTERNS)
+    code = ("**/*.py",) if options.trust_remote_code else ()
+    patterns = ("*.json", "*.safetensors", "*.bin", *TOKENIZER_PATTERNS, *code)
     paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     files = {
         path.relative_to(folder).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns]
@@ -159,7 +168,7 @@ def _run_all(console: Console, models: Sequence[EvaluatedModel], loaded: Loaded,
                 progress.update(bar, description=description, completed=done_before + done)
 
             progress.update(bar, description=f"loading {model.name}")
-            lm = _load_model(model.folder, options.batch_size)
+            lm = _load_model(model, options.batch_size)
             failures |= run_jobs(lm, jobs, model.store, limit=options.limit, seed=options.seed, on_work=on_work)
             done_before += sum(job.work for job in jobs)
             # Free the memory for the next model.
@@ -168,12 +177,18 @@ def _run_all(console: Console, models: Sequence[EvaluatedModel], loaded: Loaded,
     return failures
 
 
-def _load_model(folder: Path, batch_size: int) -> SharedPrefixLM:
+def _load_model(model: EvaluatedModel, batch_size: int) -> SharedPrefixLM:
     """Load a model for `lm_eval` on the GPUs that are there, else on the CPU."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     has_several_devices = torch.cuda.device_count() > 1
-    return SharedPrefixLM(str(folder), device=device, parallelize=has_several_devices, batch_size=batch_size)
+    return SharedPrefixLM(
+        str(model.folder),
+        tokenizer=model.tokenizer,
+        device=device,
+        parallelize=has_several_devices,
+        batch_size=batch_size,
+    )
 
 
 def _report(

@@ -52,6 +52,9 @@ def evaluate(
         bool,
         typer.Option("--allow-code-execution", help="Run the programs that the model writes for HumanEval and MBPP."),
     ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a tokenizer, never a model's.")
+    ] = False,
     print_task_path: Annotated[
         bool,
         typer.Option(
@@ -94,6 +97,7 @@ def evaluate(
         limit=limit,
         batch_size=batch_size,
         allow_code_execution=allow_code_execution,
+        trust_remote_code=trust_remote_code,
     )
     check_run(options)
     stop_without_data(benchmarks, data, allow_code_execution)

@@ -37,6 +37,7 @@ class EvalOptions:
         batch_size: The number of sequences at a time. It is halved when memory runs out.
         allow_code_execution: Whether programs that the model writes may run, in a sandbox.
         seed: The seed of the prompts.
+        trust_remote_code: Whether code that comes with a tokenizer may run. Code of a model never does.
     """
 
     model: str
@@ -48,6 +49,7 @@ class EvalOptions:
     batch_size: int = 8
     allow_code_execution: bool = False
     seed: int = 0
+    trust_remote_code: bool = False
 
 
 def check_run(options: EvalOptions) -> None:

@@ -42,6 +42,30 @@ def parameters_by_kind(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     return kinds
 
 
+def rows_of_heads(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
+    """Return the rows that one head has in each weight of queries, keys and values.
+
+    Args:
+        model: any model. Attention is recognised by the names of its projections and sizes in `transformers`.
+
+    Returns:
+        Weight `[heads x rows, in]` -> the rows of a head. They are two numbers if a head's keys and values lie in one
+        weight, as behind MLA's latents. Latent projections, which all heads share, are not among them.
+    """
+    rows = {}
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            query, nope = (module.qk_head_dim,), module.qk_nope_head_dim
+            parts = {"q_proj": query, "q_b_proj": query, "kv_b_proj": (nope, module.v_head_dim)}
+        elif hasattr(module, "q_proj") and hasattr(module, "head_dim"):
+            parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), (module.head_dim,))
+        else:
+            continue
+        projections = {name: getattr(module, name, None) for name in parts}  # MLA has one of two for its queries
+        rows |= {layer.weight: parts[name] for name, layer in projections.items() if layer is not None}
+    return rows
+
+
 def residual_rate_factors(model: nn.Module) -> dict[nn.Parameter, float]:
     """Return factors of the learning rate for the tensors that need another rate (`rate_factors`)."""
     return {
@@ -53,4 +77,4 @@ def residual_rate_factors(model: nn.Module) -> dict[nn.Parameter, float]:
     }
 
 
-__all__ = ["parameters_by_kind", "residual_rate_factors"]
+__all__ = ["parameters_by_kind", "residual_rate_factors", "rows_of_heads"]

@@ -3,9 +3,14 @@
     Muon     B <- mu B + (1 - mu) G,   W <- (1 - lr wd) W - lr 0.2 sqrt(max(W.shape)) NewtonSchulz((1 - mu) G + mu B)
 
 The factor `0.2 sqrt(max(W.shape))` is Moonshot's: a step is as large as one of AdamW, so one learning rate serves both.
+
+Kimi K3 was trained with the momentum of its Q, K and V projections cut along the heads, and each head's block
+orthogonalised by itself ("Per-Head Muon", section 2.5 of its report, arXiv 2607.24653). The report does not say how the
+weight that holds a head's keys and values is cut: here a head has one block for its keys and one for its values.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +20,8 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _adjust_lr, _zero
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
-from attnres.parameter_kinds import parameters_by_kind, residual_rate_factors
+from attnres import AttnResKimiK3Config
+from attnres.parameter_kinds import parameters_by_kind, residual_rate_factors, rows_of_heads
 
 from .recipe import OPTIMIZERS, SCHEDULES
 
@@ -30,6 +36,7 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     momentum: float = 0.95,
+    muon_per_head: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a model's trainable parameters, in groups: matrices, vectors, residual tensors.
 
@@ -45,6 +52,8 @@ def build_optimizer(
         betas: AdamW's betas.
         eps: AdamW's eps.
         momentum: Muon's `mu`.
+        muon_per_head: Whether Muon orthogonalises each head of the Q, K and V projections by itself. By default as the
+            model was trained: true for Kimi K3, else false.
 
     Returns:
         `torch.optim.AdamW`, or a [`MuonAdamW`].
@@ -63,12 +72,15 @@ def build_optimizer(
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay)
     if any(hasattr(parameter, "ds_shape") for parameter in kinds["matrices"]):
         raise ValueError("Muon needs whole matrices, which DeepSpeed ZeRO-3 has cut up: set the optimizer to 'adamw'.")
-    rules = {
-        "matrices": {"lr": learning_rate, "weight_decay": weight_decay, "method": "muon"},
-        "others": {"lr": learning_rate, "weight_decay": weight_decay},
-        "vectors": {"lr": learning_rate, "weight_decay": 0.0},
-    }
-    groups = [{"params": kinds[kind], **rule} for kind, rule in rules.items() if kinds[kind]]
+    if muon_per_head is None:
+        muon_per_head = getattr(getattr(model, "config", None), "model_type", None) == AttnResKimiK3Config.model_type
+    heads, matrices = rows_of_heads(model) if muon_per_head else {}, defaultdict(list)
+    for parameter in kinds["matrices"]:
+        matrices[heads.get(parameter, ())].append(parameter)
+    decaying = {"lr": learning_rate, "weight_decay": weight_decay}
+    groups = [{"params": matrices[rows], **decaying, "method": "muon", "head_rows": rows} for rows in sorted(matrices)]
+    groups += [{"params": kinds["others"], **decaying}] if kinds["others"] else []
+    groups += [{"params": kinds["vectors"], **decaying, "weight_decay": 0.0}] if kinds["vectors"] else []
     groups = _by_mesh(groups + _residual_groups(model, kinds["residual"], learning_rate * residual_lr_factor))
     return MuonAdamW(groups, lr=learning_rate, weight_decay=weight_decay, betas=betas, eps=eps, momentum=momentum)
 
@@ -102,7 +114,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     On a matrix it computes the same, bit for bit, as `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`. PyTorch's Muon
     refuses the stacked weights of experts, `[experts, out, in]`. Here each expert's matrix is updated by itself, in one
-    batched call for all experts. Gate and up projections that the model stores as one matrix are updated as one.
+    batched call for all experts. Gate and up projections that the model stores as one matrix are updated as one. If a
+    group has `head_rows`, such as `(128,)`, a matrix is cut into blocks of so many rows, and each is updated by itself.
 
     Sharded parameters (FSDP2, tensor parallel): each matrix is gathered for its update, one at a time, and every
     process computes the whole update. If the processes share out whole experts, each process updates its own.
@@ -132,7 +145,7 @@ class MuonAdamW(torch.optim.Optimizer):
         # PyTorch's AdamW updates the other groups. It owns no parameters: `step` gives it the current ones, since
         # `load_state_dict` and FSDP2 replace the parameters of an optimizer.
         self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, self._adamw.defaults | {"momentum": momentum, "method": "adamw"})
+        super().__init__(params, self._adamw.defaults | {"momentum": momentum, "method": "adamw", "head_rows": ()})
         for group in self.param_groups:
             _check_matrices(group)
 
@@ -167,9 +180,11 @@ class MuonAdamW(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
             average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            update = _orthogonal(gradient.lerp(average, momentum))
+            update = _orthogonal(gradient.lerp(average, momentum), group.get("head_rows", ()))
             parameter.mul_(1 - lr * group["weight_decay"])
-            parameter.add_(update, alpha=-_adjust_lr(lr, "match_rms_adamw", parameter.shape[-2:]))
+            # Blocks of heads have been scaled each by its own shape.
+            rate = lr if group.get("head_rows") else _adjust_lr(lr, "match_rms_adamw", parameter.shape[-2:])
+            parameter.add_(update, alpha=-rate)
 
 
 def build_schedule(
@@ -249,10 +264,11 @@ def _check_matrices(group: dict[str, Any]) -> None:
             )
 
 
-def _orthogonal(update: Tensor) -> Tensor:
+def _orthogonal(update: Tensor, head_rows: Sequence[int] = ()) -> Tensor:
     """Orthogonalise a matrix `[out, in]`, or each matrix of a stack `[experts, out, in]`, by Newton-Schulz iterations.
 
-    The result of a sharded tensor is sharded in the same way.
+    With `head_rows`, each block of a matrix is orthogonalised by itself, and scaled to a step at a rate of 1. The
+    result of a sharded tensor is sharded in the same way.
     """
     if isinstance(update, DTensor):
         mesh, placements = update.device_mesh, update.placements
@@ -260,8 +276,13 @@ def _orthogonal(update: Tensor) -> Tensor:
         if update.ndim == 3 and all(p in (Replicate(), Shard(0)) for p in placements):
             local = _orthogonal(update.to_local())
             return DTensor.from_local(local, mesh, placements, shape=update.shape, stride=update.stride())
-        whole = DTensor.from_local(_orthogonal(update.full_tensor()), mesh, [Replicate()] * mesh.ndim)
+        whole = DTensor.from_local(_orthogonal(update.full_tensor(), head_rows), mesh, [Replicate()] * mesh.ndim)
         return whole.redistribute(placements=placements)
+
+    if head_rows:
+        parts = update.unflatten(0, (-1, sum(head_rows))).split(tuple(head_rows), dim=1)  # [heads, rows, in] each
+        parts = [_orthogonal(part) * _adjust_lr(1.0, "match_rms_adamw", part.shape[-2:]) for part in parts]
+        return torch.cat(parts, dim=1).flatten(0, 1)
 
     # A private function of PyTorch, with which the result is the same, bit for bit, as that of `torch.optim.Muon`.
     def newton_schulz(matrix: Tensor) -> Tensor:

@@ -133,8 +133,9 @@ def prepare_source(recipe: Recipe, name: str) -> tuple[PreTrainedTokenizerBase, 
     if not source.is_named:
         # First, since `transformers` reads the configuration for the tokenizer too.
         check_model(recipe, name)
-        return open_tokenizer(recipe.tokenizer or recipe.model, remedy), None
-    tokenizer = open_tokenizer(recipe.tokenizer or recipe.model, remedy)
+    tokenizer = open_tokenizer(recipe.tokenizer or recipe.model, remedy, recipe.trust_remote_code)
+    if not source.is_named:
+        return tokenizer, None
     special: dict[str, Any] = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
     config = source.config(**special | {"vocab_size": len(tokenizer)} | recipe.config)
     check_training_memory(recipe, config)

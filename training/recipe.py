@@ -118,6 +118,8 @@ class Recipe:
             or `{residual: NAME}`.
         imports: Python files with residual connections of your own. The key of a recipe's file is `import`.
         tokenizer: A directory or Hub id. By default the model's; a model from scratch needs one.
+        trust_remote_code: Run Python code that comes with the tokenizer, and save it with the model. The model's own
+            code is never run.
         held_out: Data sets to measure the loss on. Without it, `held_out_sequences` are taken from the training data.
         held_out_split: The split of `held_out`. By default `split`.
         held_out_sequences: How many sequences are taken from the training data if there is no `held_out`. By default
@@ -137,6 +139,8 @@ class Recipe:
         tokens: The length of the run in tokens, over all processes.
         epochs: The length of the run in passes over the training data. `steps` or `tokens` may end the run earlier.
         optimizer: `adamw`, or `muon` for the matrices.
+        muon_per_head: Whether Muon orthogonalises each head of the Q, K and V projections by itself. By default as the
+            model was trained: true for Kimi K3, else false.
         learning_rate: The highest rate of the schedule.
         weight_decay: The decay of matrices. Vectors and the tensors of residual connections do not decay.
         residual_lr_factor: The rate of the residual connections' tensors, as a factor of `learning_rate`. A
@@ -175,6 +179,7 @@ class Recipe:
     imports: Annotated[Places, AfterValidator(_import_files)] = ()  # read first: `retrofit` may name their connections
     retrofit: Annotated[dict[str, Any], AfterValidator(_check_retrofit)] | None = None
     tokenizer: Place | None = None
+    trust_remote_code: StrictBool = False
     held_out: Places = ()
     held_out_split: Name | None = None
     held_out_sequences: Count | None = None
@@ -192,6 +197,7 @@ class Recipe:
     tokens: Count | None = None
     epochs: Positive | None = None
     optimizer: Optimizer = "adamw"
+    muon_per_head: StrictBool | None = None
     learning_rate: Positive = 3e-4
     weight_decay: Factor = 0.1
     residual_lr_factor: Factor = 1.0

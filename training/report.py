@@ -22,6 +22,7 @@ from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.analysis.loss_figures import plot_loss_curves
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.kimi_k3 import describe_left_out
+from attnres.checkpoints.side_files import save_tokenizer
 from attnres.checkpoints.source import ModelSource
 from attnres.configuration.counting import count_stored
 from attnres.publishing.cards import CARD, CardSubject, write_card
@@ -204,7 +205,7 @@ def _write_files(
         trainer.accelerator.wait_for_everyone()
         if is_main:
             (partial_dir / "training_args.bin").unlink(missing_ok=True)
-            tokenizer.save_pretrained(partial_dir)
+            save_tokenizer(tokenizer, partial_dir)
             if kind == MODEL:
                 model = trainer.accelerator.unwrap_model(trainer.model)
                 _write_card(partial_dir, model, trainer, name, results)
@@ -214,7 +215,7 @@ def _write_files(
                 adapted: Any = trainer.model  # a `PeftModel`, whose package need not be installed
                 merged = adapted.merge_and_unload()
                 merged.save_pretrained(partial_dir)
-                tokenizer.save_pretrained(partial_dir)
+                save_tokenizer(tokenizer, partial_dir)
                 _write_card(partial_dir, merged, trainer, name, results)
         curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
         plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)

@@ -120,12 +120,13 @@ def read_demo_text(path: Path | None) -> DemoText:
     return DemoText(str(path), train, held_out, prompt)
 
 
-def open_tokenizer(name: str, remedy: str = "") -> PreTrainedTokenizerBase:
-    """Load a tokenizer to train with, without the code that came with it.
+def open_tokenizer(name: str, remedy: str = "", trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer to train with.
 
     Args:
         name: The folder or Hub id of the tokenizer.
         remedy: The end of the error message, which says how to name another tokenizer.
+        trust_remote_code: Whether to run Python code that comes with the tokenizer.
 
     Returns:
         The tokenizer.
@@ -134,9 +135,10 @@ def open_tokenizer(name: str, remedy: str = "") -> PreTrainedTokenizerBase:
         FileNotFoundError: The tokenizer cannot be found or read.
         ValueError: The tokenizer does not load, or has no end-of-text token.
     """
-    tokenizer = ModelSource(name).tokenizer(remedy)
-    # Code that came with the tokenizer was not run, so the saved tokenizer must not refer to it.
-    tokenizer.init_kwargs.pop("auto_map", None)
+    tokenizer = ModelSource(name).tokenizer(remedy, trust_remote_code)
+    if not trust_remote_code:
+        # Code that came with the tokenizer was not run, so the saved tokenizer must not refer to it.
+        tokenizer.init_kwargs.pop("auto_map", None)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {name} has no end-of-text token; set its `eos_token`.")
     return tokenizer

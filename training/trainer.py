@@ -183,6 +183,7 @@ class AttnResTrainer(ResumableTrainer):
                 learning_rate=recipe.learning_rate,
                 weight_decay=recipe.weight_decay,
                 residual_lr_factor=recipe.residual_lr_factor,
+                muon_per_head=recipe.muon_per_head,
             )
             # Now, since DeepSpeed will put its own tensors into the groups.
             residual = {id(tensor) for tensor in residual_tensors(model).values()}

@@ -11,12 +11,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnres
 from attnres import AttnResForCausalLM, AttnResKimiK3ForCausalLM
+from attnres.checkpoints.kimi_tokenizer import K3_CHAT_TEMPLATE
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.training.text import python_sources, train_tokenizer
 from attnres.utils import declared
 
+from ..checkpoints.kimi_release import train_vocabulary, write_tokenizer
 from ..eval.synthetic import write_data_set
+from ..modeling_attnres import kimi_k3_release as release
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 
@@ -32,6 +35,19 @@ def _questions(count: int) -> list[dict]:
         }
         for number in range(count)
     ]
+
+
+def _write_release(folder: Path, texts: list[str]) -> None:
+    """Write a small release of Kimi K3 with packed experts, a vision part, and a tokenizer of `texts`."""
+    vocabulary = train_vocabulary(texts, 2000)
+    size = len(vocabulary)
+    special = {"vocab_size": size + 256, "bos_token_id": size, "eos_token_id": size + 2, "pad_token_id": size + 255}
+    layers = {"num_hidden_layers": 4, "full_attn_layers": [4], "kda_layers": [1, 2, 3]}
+    fields = release.text_fields(**special, **layers)
+    packed, _ = release.pack_experts(release.random_tensors(fields))
+    quantised = fields | {"quantization_config": release.QUANTIZATION}
+    release.write(folder, quantised, packed, vision=True)
+    write_tokenizer(vocabulary, folder)
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +74,7 @@ def material(tmp_path_factory) -> Path:
         kimi_k3.config.checkpoint_layout = layout
         kimi_k3.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    _write_release(folder / "Kimi-K3", [*sources[:20], K3_CHAT_TEMPLATE.read_text(encoding="utf-8")])
     shutil.copytree(folder / "qwen3-attnres", folder / "me/qwen3-attnres")
     (folder / "text.txt").write_text("\n\n".join(sources)[:60_000], encoding="utf-8")
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text[:4000]}) + "\n" for text in sources[:40]))

@@ -1,6 +1,7 @@
 """Tests that run every command and every block of Python of the pages, in order, in a directory with their files."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -135,6 +136,29 @@ def check_kimi_k3(folder: Path, printed: str, hub: Hub) -> None:
     assert len(rows) == 2 and set(rows) <= set((ROOT / "docs/guides/kimi_k3.md").read_text().splitlines())
 
 
+def check_tune_kimi_k3(folder: Path, printed: str, hub: Hub) -> None:
+    """Check the trained models: their layout, the token that ends a turn, and the reward model without `attnres`."""
+    assert "<|open|>think<|sep|>" in printed and "Verified: " in printed
+    ends = json.loads((folder / "Kimi-K3/config.json").read_text())["text_config"]["eos_token_id"]
+    for name in ("runs/k3-sft/model", "runs/k3-lora/model", "runs/k3-dpo", "runs/k3-grpo", "k3-merged"):
+        config = AttnResKimiK3Config.from_pretrained(folder / name)
+        assert config.checkpoint_layout == "composite" and config.eos_token_id == ends, name
+    first, second = (load_file(folder / name / "model.safetensors") for name in ("runs/k3-lora/model", "k3-merged"))
+    assert first.keys() == second.keys()
+    code = (
+        "import sys; sys.modules['attnres'] = None\n"
+        "from transformers import AutoModelForSequenceClassification as Auto, AutoTokenizer\n"
+        "scorer = Auto.from_pretrained('runs/k3-reward', trust_remote_code=True)\n"
+        "tokenizer = AutoTokenizer.from_pretrained('runs/k3-reward')\n"
+        "chat = [{'role': 'user', 'content': 'Name a colour.'}, {'role': 'assistant', 'content': 'Red.'}]\n"
+        "print(scorer(**tokenizer.apply_chat_template(chat, return_tensors='pt')).logits)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    score = r"tensor\(\[\[(\S+?)\]\]"
+    assert float(re.findall(score, done.stdout)[0]) == pytest.approx(float(re.findall(score, printed)[-1]), abs=1e-3)
+
+
 def check_connections(folder: Path, printed: str, hub: Hub) -> None:
     assert "mhc 4" in printed
 
@@ -173,6 +197,7 @@ CHECKS = {
     "docs/guides/inspect.md": check_inspect,
     "docs/guides/connections.md": check_connections,
     "docs/guides/kimi_k3.md": check_kimi_k3,
+    "docs/guides/tune_kimi_k3.md": check_tune_kimi_k3,
     "docs/guides/publish.md": check_publish,
 }
 

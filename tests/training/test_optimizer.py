@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
+from attnres import AttnResKimiK3ForCausalLM
+from attnres.configuration import load
 from attnres.residual_attnres import residual_tensors
 from attnres.training.optimizer import MuonAdamW, build_optimizer, build_schedule, parameter_groups
 
@@ -158,6 +160,53 @@ def test_a_step_of_muon_follows_the_papers_equation_on_a_matrix_and_on_each_expe
         experts = actual
 
 
+def head_blocks(name: str, weight: np.ndarray, config) -> list[slice]:
+    """Return the rows of the blocks that Kimi K3's report cuts, a head of Q, K or V each, or all rows."""
+    *_, kind, _ = name.split(".")
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    sizes = {"q_b_proj": [nope + rope], "kv_b_proj": [nope, value]}
+    sizes |= {name: [config.linear_head_dim] for name in ("q_proj", "k_proj", "v_proj")}
+    blocks, start = [], 0
+    while start < len(weight):
+        for size in sizes.get(kind, [len(weight)]):
+            blocks.append(slice(start, start + size))
+            start += size
+    return blocks
+
+
+def test_muon_on_kimi_k3_updates_each_head_of_its_queries_keys_and_values_by_itself():
+    torch.manual_seed(0)
+    config = load("attnres-k3-tiny", num_hidden_layers=4)
+    model = AttnResKimiK3ForCausalLM(config)
+    whole = copy.deepcopy(model)
+    optimizer = build_optimizer(model, name="muon", learning_rate=0.05, weight_decay=0.3)
+    fill_gradients(model, 0)
+    before = {name: parameter.detach().double().numpy().copy() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    by_head = set()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and rules_of(optimizer)[id(parameter)]["method"] == "muon":
+            gradient, expected = parameter.grad.double().numpy(), before[name].copy()
+            blocks = head_blocks(name, expected, config)
+            for rows in blocks:
+                zero = np.zeros_like(gradient[rows])
+                expected[rows], _ = muon_by_hand(expected[rows], gradient[rows], zero, lr=0.05, weight_decay=0.3)
+            actual = parameter.detach().double().numpy()
+            step = np.linalg.norm(expected - before[name])
+            assert np.linalg.norm(actual - expected) < 0.05 * step, name  # which runs in bfloat16
+            by_head |= {name.split(".")[-2]} if len(blocks) > 1 else set()
+    assert by_head == {"q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj"}
+    optimizer = build_optimizer(whole, name="muon", learning_rate=1.0, muon_per_head=False)
+    assert {group["head_rows"] for group in optimizer.param_groups} == {()}
+
+
+def test_muon_per_head_is_off_for_other_models_and_can_be_turned_on(tiny_model):
+    groups = build_optimizer(tiny_model(), name="muon", learning_rate=1.0).param_groups
+    assert {group["head_rows"] for group in groups} == {()}
+    groups = build_optimizer(tiny_model(), name="muon", learning_rate=1.0, muon_per_head=True).param_groups
+    assert len({group["head_rows"] for group in groups}) > 2
+
+
 def test_muon_equals_pytorchs_bit_for_bit_on_a_matrix_and_up_to_bfloat16_on_experts():
     torch.manual_seed(0)
     matrix, stack = torch.nn.Parameter(torch.randn(24, 40)), torch.nn.Parameter(torch.randn(4, 40, 24))
@@ -222,7 +271,7 @@ def test_flattened_parameters_are_refused_in_one_line():
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_saved_optimizer_resumes_bit_for_bit(tiny_model, tmp_path, name):
     def build(model):
-        optimizer = build_optimizer(model, name=name, learning_rate=0.05, residual_lr_factor=0.5)
+        optimizer = build_optimizer(model, name=name, learning_rate=0.05, residual_lr_factor=0.5, muon_per_head=True)
         return optimizer, build_schedule(optimizer, "wsd", steps=6, warmup_steps=2, decay_steps=2)
 
     model = tiny_model()

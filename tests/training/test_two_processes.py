@@ -53,7 +53,8 @@ def test_muon_under_fsdp2_makes_the_steps_of_one_process_also_after_a_resume(tin
     assert [result["local_experts"] for result in results] == [4, 4]  # of 8, as the experts stay sharded
 
     start = copy.deepcopy(model.state_dict())
-    optimizer = build_optimizer(model.train(), name="muon", learning_rate=0.02, residual_lr_factor=0.5)
+    settings = {"name": "muon", "learning_rate": 0.02, "residual_lr_factor": 0.5, "muon_per_head": True}
+    optimizer = build_optimizer(model.train(), **settings)
     for _ in range(3):
         model(BLOCKS, labels=BLOCKS).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -64,4 +65,4 @@ def test_muon_under_fsdp2_makes_the_steps_of_one_process_also_after_a_resume(tin
         assert torch.equal(*both), name
         moved = (parameter - start[name]).norm()
         # Gradients are summed in another order, and Newton-Schulz in bfloat16 amplifies their last bits.
-        assert (both[0] - parameter).norm() <= 0.1 * moved, name
+        assert (both[0] - parameter).norm() <= 0.25 * moved, name

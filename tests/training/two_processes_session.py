@@ -60,7 +60,7 @@ def held_out(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> d
 
 def fsdp2(model: AttnResForCausalLM, blocks: torch.Tensor, folder: Path) -> dict:
     """Make three steps of Muon under FSDP2, each process on half of the batch; save and load before the third."""
-    settings = {"name": "muon", "learning_rate": 0.02, "residual_lr_factor": 0.5}
+    settings = {"name": "muon", "learning_rate": 0.02, "residual_lr_factor": 0.5, "muon_per_head": True}
     optimizer = build_optimizer(model, **settings)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in (*model.model.layers, model):

@@ -18,6 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from yaml import YAMLError
 
+from attnres.checkpoints.tokenizers import is_plain_fast
 from attnres.utils.extras import require_extra
 from attnres.utils.yaml_files import load_card_metadata
 
@@ -395,7 +396,7 @@ class Encoder:
         """Return a digest for the name of a cache folder. It changes if the same documents may give other tokens."""
         if self.encode is not None:
             return Hasher.hash((self.tokenizer.chat_template, self.encode))
-        if not self.tokenizer.is_fast:
+        if not is_plain_fast(self.tokenizer):
             return Hasher.hash(self.tokenizer)
         state = json.loads(self.tokenizer.backend_tokenizer.to_str())
         # Calls of the tokenizer leave their settings here. `_encode_texts` resets them.
@@ -415,7 +416,7 @@ class Encoder:
 
     def _encode_texts(self, batch: list[Document], column: str) -> Tokens:
         texts = [document.row[column] for document in batch]
-        if self.tokenizer.is_fast:
+        if is_plain_fast(self.tokenizer):
             # A call resets the padding and truncation that an earlier call may have left in the backend.
             self.tokenizer("")
             # This gives the tokens of a call in half the time, since it computes no offsets.

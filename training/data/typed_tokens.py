@@ -15,6 +15,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from attnres.checkpoints.tokenizers import is_plain_fast
+
 # Noncharacters of Unicode, which hardly any text holds: within a name that a message holds, and around another name.
 _TYPED, _BEGIN, _END = "\ufdd0", "\ufdd1", "\ufdd2"
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -59,7 +61,7 @@ def text_tokenizer(tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> 
     Raises:
         ValueError: The tokenizer is one in Python, of which there is no such copy.
     """
-    if not tokenizer.is_fast:
+    if not is_plain_fast(tokenizer):
         raise ValueError(
             "a message holds the name of a special token, which only a fast tokenizer can encode as text: save a "
             "`tokenizer.json`, or leave such rows out by bad_rows=skip."
