@@ -3,11 +3,45 @@
 import torch
 from torch import Tensor
 
-_GROUP = 32  # number of weights that share a scale
+GROUP = 32  # number of weights that share a scale
 # Code of the largest scale, 2^125: with the next one a 6 is beyond bfloat16.
 _LARGEST_SCALE = 252
 # Halfway between two neighbours of 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A weight there goes to the even code.
 _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+# `quantization_config` of a model whose experts were packed here. The released one does not name the projections of the
+# latent space and the queries of attention residuals, which are not packed either.
+QUANTIZATION = {
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "dynamic": False,
+                "group_size": GROUP,
+                "num_bits": 4,
+                "scale_dtype": "torch.uint8",
+                "strategy": "group",
+                "symmetric": True,
+                "type": "float",
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+    "format": "mxfp4-pack-quantized",
+    "ignore": [
+        r"re:.*self_attn.*",
+        r"re:.*shared_experts.*",
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        r"re:.*routed_expert_(down|up)_proj.*",
+        r"re:.*_res_proj.*",
+        r"re:.*lm_head.*",
+        r"re:.*vision_tower.*",
+        r"re:.*mm_projector.*",
+    ],
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}
 
 
 def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,9 +60,9 @@ def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: `in` is not a multiple of 32, or a weight is not finite.
     """
-    if weight.shape[-1] % _GROUP:
-        raise ValueError(f"MXFP4 packs {_GROUP} inputs as a group, but the weight has {weight.shape[-1]} of them.")
-    groups = weight.to(torch.promote_types(weight.dtype, torch.float32)).unflatten(-1, (-1, _GROUP))
+    if weight.shape[-1] % GROUP:
+        raise ValueError(f"MXFP4 packs {GROUP} inputs as a group, but the weight has {weight.shape[-1]} of them.")
+    groups = weight.to(torch.promote_types(weight.dtype, torch.float32)).unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1)
     if not largest.isfinite().all():
         raise ValueError("the weight holds NaN or infinite values, which MXFP4 cannot hold.")
@@ -43,4 +77,4 @@ def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale.to(torch.uint8)
 
 
-__all__ = ["encode_mxfp4"]
+__all__ = ["GROUP", "QUANTIZATION", "encode_mxfp4"]
