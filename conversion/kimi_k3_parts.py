@@ -21,7 +21,8 @@ from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.complete import check_complete, empty_model
 from attnres.checkpoints.kimi_k3 import has_head, is_packed
 from attnres.checkpoints.shards import Shard, StoredTensor, read_pieces, write_shard
-from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, decode_mxfp4
+from attnres.kimi_k3_layout_attnres import PREFIX
+from attnres.kimi_k3_packed_attnres import MXFP4, check_scales, decode_mxfp4
 from attnres.kimi_k3_packing_attnres import GROUP, QUANTIZATION, encode_mxfp4
 from attnres.utils.files import check_space
 from attnres.utils.wording import counted
@@ -303,6 +304,11 @@ def prepare_rewriting(model: Checkpoint, parts: Checkpoint | None, pack: bool) -
         if parts is not None and not has_head(checkpoint, config):
             raise ValueError(f"{checkpoint.name} has no `lm_head`, but --with-parts takes whole language models.")
         check_complete(checkpoint, empty_model(config, checkpoint), config)
+        if is_packed(checkpoint) and config.packing != MXFP4:
+            raise ValueError(
+                f"the experts of {checkpoint.name} are packed as {config.packing.title}, but {option} takes "
+                f"{MXFP4.title} alone."
+            )
         _check_scales(checkpoint)
     if pack:
         _check_can_pack(model)

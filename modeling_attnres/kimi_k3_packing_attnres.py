@@ -1,9 +1,13 @@
 """Pack the routed experts of Kimi K3 as MXFP4, as a release has them."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-GROUP = 32  # number of weights that share a scale
+from .kimi_k3_packed_attnres import MXFP4
+
+GROUP = MXFP4.group
 # Code of the largest scale, 2^125: with the next one a 6 is beyond bfloat16.
 _LARGEST_SCALE = 252
 # Halfway between two neighbours of 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A weight there goes to the even code.
@@ -77,4 +81,21 @@ def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes[..., 0::2] | codes[..., 1::2] << 4, scale.to(torch.uint8)
 
 
-__all__ = ["GROUP", "QUANTIZATION", "encode_mxfp4"]
+def pack_experts(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict with the routed experts packed, under the names of a model whose experts are packed.
+
+    Raises:
+        ValueError: a width is not a multiple of 32, or a weight is not finite.
+    """
+    result = dict(state_dict)
+    for name in state_dict:
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            try:
+                packed, scale = encode_mxfp4(result.pop(name))
+            except ValueError as error:
+                raise ValueError(f"`{name}` cannot be packed: {error}") from error
+            result |= {f"{name}_packed": packed, f"{name}_scale": scale}
+    return result
+
+
+__all__ = ["GROUP", "QUANTIZATION", "encode_mxfp4", "pack_experts"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnres.kimi_k3_layout_attnres import check_scales, decode_mxfp4
+from attnres.kimi_k3_packed_attnres import check_scales, decode_mxfp4
 from attnres.kimi_k3_packing_attnres import encode_mxfp4
 
 # No deadline, because machines differ; derandomised, so that all machines run the same examples.

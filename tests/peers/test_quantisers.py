@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from attnres.kimi_k3_layout_attnres import decode_mxfp4
+from attnres.kimi_k3_packed_attnres import decode_mxfp4
 from attnres.kimi_k3_packing_attnres import encode_mxfp4
 
 REQUIREMENTS = ("torchao==0.18.0", "compressed-tensors==0.20.0")
