@@ -229,7 +229,7 @@ class Rewriting:
         if self._is_untouched(weight):
             return self._base.pieces(weight + part)
         packed, scale = self._encode(weight)
-        return [memoryview((packed if part == _PACKED else scale).numpy()).cast("B")]
+        return [(packed if part == _PACKED else scale).numpy().tobytes()]
 
     def _is_untouched(self, weight: str) -> bool:
         """Return whether the model's weight has the values of the release's packed one."""
@@ -354,8 +354,10 @@ def _check_is_of(model: Checkpoint, parts: Checkpoint) -> None:
                 f"{model.name} was not trained from {parts.name}: `{name}` is {fields.get(name)!r} there, and "
                 f"{released.get(name)!r} in {parts.name}. Give the release that it was trained from."
             )
-    tokenizers = [checkpoint.tokenizer for checkpoint in (model, parts)]
-    if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+    vocabularies = [
+        checkpoint.tokenizer.get_vocab() for checkpoint in (model, parts) if checkpoint.tokenizer is not None
+    ]
+    if any(vocabulary != vocabularies[0] for vocabulary in vocabularies):
         raise ValueError(
             f"{model.name} was not trained from {parts.name}: their tokenizers have other tokens. Give the release "
             "that it was trained from."
