@@ -200,7 +200,7 @@ def _check(source: Checkpoint) -> tuple[AttnResKimiK3Config, dict[str, Any]]:
     """Check that a source is whole; return a copy of its configuration, and what a conversion tells of the model."""
     config: Any = deepcopy(source.config)  # a conversion changes its fields
     model = empty_model(config, source)
-    packed = ", experts packed as MXFP4" if is_packed(source) else ""
+    packed = f", experts packed as {config.packing.title}" if is_packed(source) else ""
     return config, {
         "model": model,
         "title": f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})",

@@ -254,12 +254,12 @@ class KimiK3PackedExperts(_Experts):
         with torch.device("meta"):
             super().__init__(config)
         self.packing = config.packing
-        for name in ("gate_up_proj", "down_proj"):
-            experts, *shape = getattr(self, name).shape
+        for name, weights in (("gate_up_proj", 2), ("down_proj", 1)):
+            experts, rows, columns = getattr(self, name).shape
             delattr(self, name)
             # Parameters, not buffers: FSDP2 and expert parallelism shard parameters alone.
-            for part, part_shape in self.packing.shapes(*shape).items():
-                codes = torch.empty((experts, *part_shape), dtype=torch.uint8)
+            for part, shape in self.packing.byte_shapes(rows, columns, weights).items():
+                codes = torch.empty((experts, *shape), dtype=torch.uint8)
                 self.register_parameter(f"{name}_{part}", nn.Parameter(codes, requires_grad=False))
 
     def project(self, name: str, expert: int, x: Tensor) -> Tensor:

@@ -472,6 +472,11 @@ def _stored_quantization(objects: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     """Return the field `stored_quantization` for the objects of a file, by name; nothing where none is quantised."""
     stored = {name: fields.get(_QUANTIZATION) for name, fields in objects.items()}
     stored = {name: _as_object(_QUANTIZATION, value) for name, value in stored.items() if value}
+    for value in stored.values():
+        # Activations are not quantised here, and the scales that this needs are not kept.
+        groups = _as_object("config_groups", value.get("config_groups"))
+        if any(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values()):
+            value["config_groups"] = {name: {**group, "input_activations": None} for name, group in groups.items()}
     return {"stored_quantization": stored} if stored else {}
 
 

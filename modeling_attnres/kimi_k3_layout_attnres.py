@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
-from .kimi_k3_packed_attnres import MXFP4, Packing, check_scales
+from .kimi_k3_packed_attnres import NVFP4, Packing, check_scales
 from .residual_attnres import FamilyWarning
 
 _CLASSIFIER = "score."  # the head of a sequence or token classifier
@@ -34,8 +34,10 @@ _EXPERT_WEIGHTS = ("w1", "w2", "w3")
 _OF_QUANTIZED = ("weight_packed", "weight_scale", "weight_shape", "weight_global_scale", "weight_zero_point")
 _OF_QUANTIZED += ("weight_scale_inv", "input_global_scale", "input_scale")
 # The names of dtypes in safetensors files. Weights that are not packed have one of `_FLOATS`.
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES |= {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_ITEMSIZE = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 # Parts of the names of tensors that a model has or lacks -> the fields that decide it.
 _BY_FIELD = {
     (".self_attn.g_proj.weight",): "`mla_use_output_gate` and `use_full_rank_gate`",
@@ -72,24 +74,26 @@ class _Packed:
         return "BF16"
 
 
-class _Scales:
-    """Scales of a packed weight, which are checked when they are read. They stand in place of a slice of a file."""
+class _Part:
+    """The bytes of a part of a packed weight, which are checked when they are read; in place of a slice of a file."""
 
-    def __init__(self, name: str, scales: Any):
-        self.name, self.scales = name, scales
+    def __init__(self, name: str, tensor: Any):
+        self.name, self.tensor = name, tensor
 
     def __getitem__(self, index: Any) -> Tensor:
-        scales = self.scales[index]
-        check_scales(f"`{self.name}`", scales)
-        return scales
+        values = self.tensor[...]
+        if self.name.endswith("_scale"):
+            check_scales(f"`{self.name}`", values)
+        return values.view(torch.uint8)[index]
 
     def get_shape(self) -> list[int]:
-        """Return the shape."""
-        return [*shape_of(self.scales)]
+        """Return the shape of the bytes."""
+        *shape, last = shape_of(self.tensor)
+        return [*shape, last * _ITEMSIZE[_dtype_of(self.tensor)]]
 
     def get_dtype(self) -> str:
-        """Return the dtype, as a safetensors file names it."""
-        return _dtype_of(self.scales)
+        """Return the dtype of the bytes, as a safetensors file names it."""
+        return _DTYPES[torch.uint8]
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
@@ -376,8 +380,10 @@ def _take_parts(
 ) -> dict[str, Any]:
     """Take the parts of the packed weight `name` from `text`, and return them by their names, checked."""
     parts: dict[str, Any] = {}
+    # The scale of a layer's input, where activations are quantised too. Here they are not.
+    text.pop(f"{name.removesuffix('weight')}input_global_scale", None)
     for part, must in packing.shapes(*shape).items():
-        key, dtype_must = f"{name}_{part}", packing.parts[part]
+        key, dtype_must = f"{name}_{part}", _DTYPES[packing.parts[part]]
         if key not in text:
             raise ValueError(f"the checkpoint lacks `{prefix}{key}`, a part of a packed weight. Copy all files.")
         tensor = text.pop(key)
@@ -385,10 +391,10 @@ def _take_parts(
         if dtype != dtype_must or has != list(must) or shape[1] % packing.group:
             raise ValueError(
                 f"`{prefix}{key}` has the shape {has} and the dtype {dtype}, but must have {list(must)} and "
-                f"{dtype_must}: {packing.title} has two weights in a byte, and {packing.group} share a scale. Use the "
-                "checkpoint's own config.json."
+                f"{dtype_must}, that is {str(packing.parts[part]).removeprefix('torch.')}: {packing.title} has two "
+                f"weights in a byte, and {packing.group} share a scale."
             )
-        parts[key] = _Scales(prefix + key, tensor) if part == "scale" else tensor
+        parts[key] = _Part(prefix + key, tensor)
     return parts
 
 
@@ -435,6 +441,38 @@ class _PaddedHeads(ConversionOps):
         return _LiveHeads()
 
 
+class _AsBytes(ConversionOps):
+    """Leave parts of packed weights as they are, which [`read_release`] gives as bytes; in reverse, restore a dtype."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict:
+        """Return the tensors."""
+        return input_dict
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The operation that restores the dtype."""
+        return _FromBytes(self.dtype)
+
+
+class _FromBytes(_AsBytes):
+    """Give bytes the dtype that the part has in a checkpoint."""
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict:
+        """Return the tensors in their dtype."""
+        if self.dtype is torch.uint8:
+            return input_dict
+        # A copy, because the bytes of a number in a stack may begin anywhere.
+        return {name: tensor.clone().view(self.dtype) for name, tensor in input_dict.items()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The operation that takes bytes."""
+        return _AsBytes(self.dtype)
+
+
 def layout_rules(
     config: AttnResKimiK3Config | None = None, is_decoder: bool = False
 ) -> list[WeightConverter | WeightRenaming]:
@@ -466,18 +504,24 @@ def layout_rules(
         WeightConverter("self_attn.A_log", "self_attn.forget_gate.A_log", [_LiveHeads()]),
         WeightConverter(convolutions, "self_attn.conv1d.weight", [Concatenate(dim=0)]),
     ]
-    # A model to save has experts in one of the forms, plain or packed. The names of packed ones come first, because
-    # they begin as the plain ones do.
-    forms = [""] if config is None or not config.packed_experts else []
-    if config is None or config.packed_experts:
-        forms = [f"_{part}" for part in (MXFP4 if config is None else config.packing).parts] + forms
-    for form in forms:
+    # A model to save has experts in one form, plain or packed. The names of packed ones come first, because they begin
+    # as the plain ones do.
+    packing = NVFP4 if config is None else config.packing  # NVFP4 has all parts, and their dtypes matter in saving only
+    is_packed, is_plain = config is None or config.packed_experts, config is None or not config.packed_experts
+    forms: dict[str, list[ConversionOps]] = {}
+    if is_packed:
+        forms = {f"_{part}": [_AsBytes(dtype)] for part, dtype in packing.parts.items()}
+    if is_plain:
+        forms[""] = []
+    for form, first in forms.items():
         rules += [
             WeightConverter(
                 [rf"\.experts.*.w1.weight{form}", rf"\.experts.*.w3.weight{form}"],
                 rf"\.experts.gate_up_proj{form}",
-                [MergeModulelist(dim=0), Concatenate(dim=1)],
+                [*first, MergeModulelist(dim=0), Concatenate(dim=1)],
             ),
-            WeightConverter(rf"\.experts.*.w2.weight{form}", rf"\.experts.down_proj{form}", [MergeModulelist(dim=0)]),
+            WeightConverter(
+                rf"\.experts.*.w2.weight{form}", rf"\.experts.down_proj{form}", [*first, MergeModulelist(dim=0)]
+            ),
         ]
     return rules

@@ -1,7 +1,7 @@
 """Packed weights of Kimi K3's routed experts: their formats, their values, and products with them.
 
-A packed weight is a few tensors of bytes, the *parts*, as they lie in a checkpoint: codes of four bits, and a scale for
-each group of columns. All parts are uint8 here, so that no change of a model's dtype reaches them.
+A packed weight is a few tensors, the *parts*: codes of four bits, a scale for each group of columns, and in NVFP4 one
+for all. A model holds their bytes as they lie in a checkpoint, all as uint8, so that no change of dtype reaches them.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,14 +49,39 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloa
     return (numbers.unflatten(1, (-1, 32)) * powers.unsqueeze(-1)).flatten(1)
 
 
+def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Decode NVFP4 as compressed-tensors does: code times (scale / global scale) in float32.
+
+    Args:
+        packed: `[out, in / 2]` uint8, as for [`decode_mxfp4`].
+        scale: `[out, in / 16]` float8 (E4M3), or its bytes.
+        global_scale: `[n]` float32, or its bytes: each is that of `out / n` rows.
+        dtype: dtype of the result, to which the products are rounded once.
+
+    Returns:
+        `[out, in]`.
+    """
+    # The four bytes of a number may lie anywhere in a file or memory, so copy them.
+    divisors = global_scale.clone().view(torch.float32)
+    scales = scale.view(torch.float8_e4m3fn).float().unflatten(0, (len(divisors), -1)) / divisors[:, None, None]
+    numbers = _decode_codes(packed, torch.float32)
+    return (numbers.unflatten(1, (-1, 16)) * scales.flatten(0, 1).unsqueeze(-1)).flatten(1).to(dtype)
+
+
 def check_scales(subject: str, scale: Tensor) -> None:
-    """Raise `ValueError` if uint8 scales of MXFP4 hold the code of NaN, or one whose weights bfloat16 cannot hold.
+    """Raise `ValueError` if scales hold NaN, or one whose weights are not finite or not in bfloat16.
 
     Args:
         subject: the tensor, for the message.
-        scale: the scales, of any shape.
+        scale: the scales, of any shape: uint8 of MXFP4, float8 or float32 of NVFP4.
     """
-    if scale.numel() and scale.max() > _LARGEST_SCALE:
+    if scale.dtype is torch.uint8:
+        is_wrong = bool(scale.numel() and scale.max() > _LARGEST_SCALE)
+    else:
+        wide = scale.float()
+        is_divisor = scale.dtype is torch.float32
+        is_wrong = not (wide.isfinite() & (wide > 0 if is_divisor else wide >= 0)).all()
+    if is_wrong:
         raise ValueError(f"{subject} holds a scale of NaN or beyond bfloat16. Copy the file again.")
 
 
@@ -69,18 +94,37 @@ class Packing(NamedTuple):
     """Its name in messages."""
     group: int
     """Number of columns that share a scale."""
-    parts: dict[str, str]
-    """Names of the parts, each with its dtype in a safetensors file. There each name follows `weight_`."""
+    parts: dict[str, torch.dtype]
+    """Names of the parts, each with its dtype in a checkpoint. There each name follows `weight_`."""
     decode: Callable[..., Tensor]
-    """Return the weight of its parts and a dtype."""
+    """Return the weight of its parts, and of a dtype unless it is one that holds all values."""
 
-    def shapes(self, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parts of a weight `[rows, columns]` in a checkpoint."""
-        return {"packed": (rows, columns // 2), "scale": (rows, columns // self.group)}
+    def shapes(self, rows: int, columns: int, weights: int = 1) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parts in a checkpoint; of several weights, joined along their rows.
+
+        Args:
+            rows: number of rows of all weights.
+            columns: number of columns.
+            weights: number of weights.
+        """
+        shapes = {"packed": (rows, columns // 2), "scale": (rows, columns // self.group), "global_scale": (weights,)}
+        return {part: shapes[part] for part in self.parts}
+
+    def byte_shapes(self, rows: int, columns: int, weights: int = 1) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parts as bytes; the arguments are those of [`shapes`]."""
+        shapes = self.shapes(rows, columns, weights)
+        return {part: (*shape[:-1], shape[-1] * self.parts[part].itemsize) for part, shape in shapes.items()}
 
 
-MXFP4 = Packing("mxfp4-pack-quantized", "MXFP4", 32, {"packed": "U8", "scale": "U8"}, decode_mxfp4)
-PACKINGS = {packing.name: packing for packing in (MXFP4,)}
+MXFP4 = Packing("mxfp4-pack-quantized", "MXFP4", 32, {"packed": torch.uint8, "scale": torch.uint8}, decode_mxfp4)
+NVFP4 = Packing(
+    "nvfp4-pack-quantized",
+    "NVFP4",
+    16,
+    {"packed": torch.uint8, "scale": torch.float8_e4m3fn, "global_scale": torch.float32},
+    decode_nvfp4,
+)
+PACKINGS = {packing.name: packing for packing in (MXFP4, NVFP4)}
 
 
 def packed_linear(x: Tensor, packing: Packing, parts: Sequence[Tensor]) -> Tensor:

@@ -387,8 +387,8 @@ LAYERS = "language_model.model.layers."
         (field("topk_method", "greedy"), "`topk_method` is 'greedy'"),
         (field("hidden_act", "sitou"), "`hidden_act` is 'sitou'"),
         (
-            field("quantization_config", {"format": "nvfp4-pack-quantized"}),
-            "`quantization_config` has the format 'nvfp4",
+            field("quantization_config", {"format": "float-quantized"}),
+            "`quantization_config` has the format 'float",
         ),
     ],
 )
@@ -455,7 +455,7 @@ def test_a_decoder_that_is_loaded_as_a_language_model_names_the_class_that_loads
             torch.zeros(32, 2, dtype=torch.uint8),
             r"w1.weight_scale` has the shape \[32, 2\]",
         ),
-        ("experts.1.w2.weight_packed", torch.zeros(32, 16), r"w2.weight_packed` has .* the dtype F32, .* U8"),
+        ("experts.1.w2.weight_packed", torch.zeros(32, 16), r"w2.weight_packed` has .* the dtype F32, .* uint8"),
         ("experts.1.w3.weight_packed", None, r"quantised tensors that no rule covers: `.*experts.1.w3.weight_scale`"),
         ("experts.1.w3.weight_scale", torch.full((32, 1), 255, dtype=torch.uint8), r"experts.1.w3.* scale of NaN"),
         ("shared_experts.up_proj.weight_packed", torch.zeros(64, 32, dtype=torch.uint8), "no rule covers: .*shared"),
