@@ -39,7 +39,7 @@ from .delta_attention_attnres import DeltaAttention
 from .functional_attnres import accelerated
 from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
 from .kimi_k3_layout_attnres import check_own_names, in_form_of_model, layout_rules, read_release
-from .kimi_k3_packed_attnres import packed_linear
+from .kimi_k3_packed_attnres import MXFP4, packed_linear
 from .kimi_k3_packing_attnres import QUANTIZATION, pack_experts
 from .loading_attnres import check_files
 from .modeling_attnres import (
@@ -377,12 +377,11 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
         if config.num_local_experts is None:
             raise ValueError("the model has no routed experts. Save it without `packed_experts`.")
         kwargs["state_dict"] = pack_experts(kwargs.get("state_dict") or self.state_dict())
-        stored = config.stored_quantization
+        stored, owner = config.stored_quantization, "text_config" if config.checkpoint_layout == COMPOSITE else ""
+        if stored is None or config.packing != MXFP4:
+            config.stored_quantization = {owner: QUANTIZATION}
         # The configuration decides the names of tensors, and whether `config.json` says that experts are packed.
         config.packed_experts = True
-        config.stored_quantization = stored or {
-            "text_config" if config.checkpoint_layout == COMPOSITE else "": QUANTIZATION
-        }
         try:
             return super().save_pretrained(save_directory, *args, **kwargs)
         finally:
