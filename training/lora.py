@@ -49,6 +49,9 @@ def add_adapters(
     PEFT adds an adapter's `B A` to a layer's stacked experts in every forward pass, which takes the memory of one more
     copy of them. An `expert_rank` as large as `rank` would make the adapter of a model with many experts large.
 
+    Experts that stay packed (`packed_experts`) get no adapter: PEFT would have to add it to weights that are not there.
+    They stay frozen, and adapters on the other projections are trained.
+
     Args:
         model: The base model, which is changed in place.
         rank: The rank of the adapters on linear layers.
@@ -79,7 +82,7 @@ def add_adapters(
                 f"{' and '.join(map(repr, residual))} cannot have an adapter: the tensors of residual connections "
                 "are trained whole beside any adapter. Leave them out of the targets."
             )
-        modules, parameters = _chosen(modules, parameters, targets)
+        modules, parameters = _chosen(modules, parameters, _expert_tensors(model, packed=True), targets)
     if not modules and not parameters:
         raise ValueError(f"{type(model).__name__} has no projection in its decoder layers to add an adapter to.")
     # PEFT would adapt the experts in place of these. It leaves names of weights as they are.
@@ -131,10 +134,16 @@ def projections(model: PreTrainedModel) -> list[str]:
 
 def expert_weights(model: PreTrainedModel) -> list[str]:
     """Return the names of the stacked weights `[experts, ., .]` in the decoder layers: `mlp.experts.gate_up_proj`."""
+    return _expert_tensors(model, packed=False)
+
+
+def _expert_tensors(model: PreTrainedModel, packed: bool) -> list[str]:
+    """Return the names of stacked weights in the decoder layers, or of the parts of packed ones, which are integers."""
     names = set()
     for layer in _decoder_layers(model):
         for name, module in layer.named_modules():
-            names.update(f"{name}.{parameter}" for parameter in _stacked_weights(module))
+            tensors = _stacked_weights(module).items()
+            names.update(f"{name}.{key}" for key, tensor in tensors if tensor.is_floating_point() != packed)
     return sorted(names)
 
 
@@ -177,13 +186,30 @@ def _is_router(layer: nn.Module, name: str) -> bool:
     return False
 
 
-def _chosen(modules: list[str], parameters: list[str], targets: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the modules and the parameters whose names end in a target. Raise ValueError if a target matches none."""
+def _chosen(
+    modules: list[str], parameters: list[str], packed: list[str], targets: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return the modules and the parameters whose names end in a target.
+
+    Args:
+        modules: The names of linear layers.
+        parameters: The names of stacked weights of experts.
+        packed: The names of parts of packed weights.
+        targets: The ends of names.
+
+    Raises:
+        ValueError: A target matches none, or a packed weight.
+    """
 
     def is_chosen(name: str, target: str) -> bool:
         return f".{name}".endswith(f".{target}")
 
     for target in targets:
+        if any(is_chosen(name, f"{target}_packed") for name in packed):
+            raise ValueError(
+                f"{target!r} of the experts is packed, and packed weights have no adapters. Leave it out of the "
+                "targets, or load the model with `packed_experts` false."
+            )
         if not any(is_chosen(name, target) for name in (*modules, *parameters)):
             raise ValueError(f"no projection is named {target!r}; there are {', '.join((*modules, *parameters))}.")
     chosen_modules, chosen_parameters = (

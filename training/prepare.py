@@ -23,6 +23,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from attnres import ResidualConfig
 from attnres.checkpoints.generation_settings import check_generation_saving
+from attnres.checkpoints.kimi_k3 import is_packed
 from attnres.checkpoints.source import SPECIAL_TOKENS
 from attnres.checkpoints.whole import Part, check_memory
 from attnres.configuration import count_parameters
@@ -155,6 +156,14 @@ def check_model(recipe: Recipe, name: str) -> None:
     """
     source = recipe.source
     config = source.config(**recipe.config)
+    if getattr(config, "packed_experts", False):
+        if recipe.lora is None:
+            raise ValueError(
+                "`packed_experts` in `config` freezes the experts, so the recipe would train the model without them. "
+                "Remove it, or train adapters by `lora`."
+            )
+        if not is_packed(source.checkpoint):
+            raise ValueError(f"`packed_experts` in `config` is true, but the experts of {recipe.model} are not packed.")
     if find_adapter_config_file(recipe.model) is not None:
         # `from_pretrained` would load the adapter and freeze the model, so the run would train the adapter alone.
         raise ValueError(
@@ -284,7 +293,7 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     if config is not None:
         model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
     elif options is None:
-        model = recipe.source.build(starts_anew=True, part=part, **recipe.config)
+        model = recipe.source.build(starts_anew=True, part=part, **_packed_if_frozen(recipe) | recipe.config)
     else:
         loaded = None if part is None else partial(_part_of_retrofit, options, part)
         model = recipe.source.build(load_source, starts_anew=True, part=loaded, **recipe.config)
@@ -298,6 +307,15 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
         model = cast(PreTrainedModel, add_adapters(model, **recipe.lora.given()))
     check_fsdp2(model)
     return model
+
+
+def _packed_if_frozen(recipe: Recipe) -> dict[str, bool]:
+    """Return the field by which packed experts stay packed where only adapters are trained."""
+    with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
+        checkpoint = recipe.source.checkpoint
+        if recipe.lora is not None and checkpoint.is_kimi_k3 and is_packed(checkpoint):
+            return {"packed_experts": True}
+    return {}
 
 
 def _part_of_retrofit(options: dict[str, Any], part: Part, source: PreTrainedModel) -> frozenset[str]:
