@@ -5,8 +5,8 @@ Weights are read only to copy them, in pieces of `CHUNK` bytes. Each piece is ch
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,37 @@ def copy_shard(
                 on_bytes(len(chunk))
 
 
+def write_shard(
+    like: Shard,
+    target: Path,
+    tensors: Sequence[tuple[StoredTensor, Callable[[], Iterable[bytes | memoryview]]]],
+    on_bytes: Callable[[int], None] = lambda n: None,
+) -> Shard:
+    """Write a safetensors file in place of another one, tensor by tensor.
+
+    Args:
+        like: The file that is replaced. If the tensors have its names, dtypes and shapes, the header has its bytes.
+        target: The file to write.
+        tensors: For each tensor its name, dtype, shape and size, and a function that gives its bytes.
+        on_bytes: A function that gets the number of bytes of each piece.
+
+    Returns:
+        The header of the file that was written.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    entries = [entry for entry, _ in tensors]
+    is_like = [(e.name, e.dtype, e.shape) for e in entries] == [(e.name, e.dtype, e.shape) for e in like.entries]
+    with open(like.path, "rb") as source, about(target, only=OSError), target.open("wb") as sink:
+        header = _make_header(entries, like.metadata, [entry.name for entry in entries])
+        sink.write(source.read(like.data_start) if is_like else header)
+        for _, pieces in tensors:
+            for piece in pieces():
+                on_bytes(sink.write(piece))
+    return replace(read_shard(target), original=like.source)
+
+
 def read_pieces(source: BufferedReader, entry: StoredTensor, path: Path) -> Iterator[memoryview]:
     """Yield the bytes of a tensor piece by piece, each in the same buffer.
 
@@ -196,4 +227,5 @@ __all__ = [
     "copy_shard",
     "read_pieces",
     "read_shard",
+    "write_shard",
 ]

@@ -19,6 +19,7 @@ from attnres.checkpoints.copies import copyable
 from attnres.checkpoints.kimi_k3 import describe_layout
 from attnres.conversion.convert import Conversion
 from attnres.conversion.convert_kimi_k3 import prepare_kimi_k3
+from attnres.conversion.kimi_k3_parts import prepare_rewriting
 from attnres.conversion.verify import MAX_CHARACTERS, MEMORY_OF_LOGITS, PROMPTS, compare
 from attnres.publishing.cards import CardSubject, on_hub, write_card
 from attnres.publishing.markdown import link_model
@@ -46,6 +47,8 @@ def run_convert(
     num_blocks: int | None,
     flags: Sequence[str],
     back: str | None,
+    pack_experts: bool,
+    with_parts: str | None,
 ) -> None:
     """Convert the directory or Hub repository `source` into the directory `target`.
 
@@ -63,6 +66,8 @@ def run_convert(
         num_blocks: The number of blocks that the user gave. A note is printed if the result has another number.
         flags: The options of a retrofit that the user gave, such as `--block-size`. Kimi K3 takes none.
         back: `standard` or `released` to undo a conversion.
+        pack_experts: Whether to pack the routed experts of Kimi K3.
+        with_parts: The directory or Hub id of the release of Kimi K3 whose other parts the result gets.
 
     Raises:
         OSError, RuntimeError, ValueError: The conversion failed and left nothing behind. The message names the file,
@@ -70,20 +75,30 @@ def run_convert(
     """
     console = Console(soft_wrap=True, highlight=False)
     checkpoint = Checkpoint.open(source, revision)
+    parts = None if with_parts is None else Checkpoint.open(with_parts)
     texts = PROMPTS if text is None else [_read_text(text)]
     with atomic_directory(target, WRITTEN_MODEL, overwrite=overwrite) as stage:
         with TemporaryDirectory(dir=stage) as scratch:
             with status(console, "Reading the checkpoint ..."):
                 checkpoint = copyable(checkpoint, Path(scratch))
-            conversion = prepare_kimi_k3(checkpoint, flags, back) or prepare(checkpoint)
+                rewriting = None
+                if pack_experts or parts is not None:
+                    rewriting = prepare_rewriting(checkpoint, parts, pack_experts)
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            columns += (TextColumn("left:"), TimeRemainingColumn())
+            if rewriting is not None:
+                with ProgressBar(*columns, console=console) as progress:
+                    task = progress.add_task("rewriting", total=rewriting.num_bytes)
+                    rewritten = Path(scratch, "rewritten")
+                    checkpoint = rewriting.write(rewritten, on_bytes=lambda n: progress.advance(task, n))
+            conversion = prepare_kimi_k3(checkpoint, flags, back, rewriting) or prepare(checkpoint)
             config = conversion.config
             connections = _describe_connections(config)
             remark = _remark_on_blocks(config, num_blocks) if isinstance(config, ResidualConfig) else None
             console.print(_describe(conversion, connections))
             if remark and conversion.has_code:
                 console.print(f"Note: {remark}")
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            with ProgressBar(*columns, TextColumn("left:"), TimeRemainingColumn(), console=console) as progress:
+            with ProgressBar(*columns, console=console) as progress:
                 task = progress.add_task("linking" if hard_link else "copying", total=conversion.num_bytes)
                 options = {"hard_link": hard_link, "trust_remote_code": trust_remote_code}
                 notes = conversion.write(stage, **options, on_bytes=lambda n: progress.advance(task, n))
@@ -95,7 +110,7 @@ def run_convert(
         result = Checkpoint(stage)
         measured = _verify(console, conversion, result, verify, texts)
         if conversion.has_code and isinstance(config, ResidualConfig):
-            folder = conversion.checkpoint.folder
+            folder = (conversion.original or conversion.checkpoint).folder
             hub_id, commit = on_hub(folder, source)
             step = _describe_step(conversion, connections, measured, link_model(hub_id, str(folder), commit))
             has_tokenizer, layout = bool(result.tokenizer_files), describe_layout(config, result)
@@ -176,8 +191,9 @@ def _verify(
     if verify is None and getattr(conversion.config, "quantization_config", None) is not None:
         console.print("Not verified: quantised weights need further packages. --verify compares nevertheless.")
         return None
-    index = conversion.checkpoint.weights_path
-    if conversion.checkpoint.lacks_metadata and index is not None:
+    source = conversion.original or conversion.checkpoint
+    index = source.weights_path
+    if source.lacks_metadata and index is not None:
         reason = (
             f"transformers cannot load the source, whose {index.name} has no object `metadata`. The result's has one"
         )
@@ -190,7 +206,7 @@ def _verify(
         console.print(f"Not verified: {show_bytes(lacking)} more memory is needed. --verify compares nevertheless.")
         return None
     with status(console, "Comparing the two models on text ..."):
-        comparison = compare(conversion.checkpoint, result, texts, conversion.model_class)
+        comparison = compare(source, result, texts, conversion.model_class)
     unread = counted(len(conversion.unread), "tensor")
     without = f", without the {unread} that this model does not read" if conversion.unread else ""
     measured = f"{comparison}{without}"

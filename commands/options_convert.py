@@ -85,6 +85,17 @@ def convert(
     set_block_size: Annotated[
         int | None, typer.Option(min=1, help="Change the blocks of an AttnRes model, if its function stays the same.")
     ] = None,
+    pack_experts: Annotated[
+        bool, typer.Option("--pack-experts", help="Pack the routed experts of Kimi K3 as MXFP4, as a release has them.")
+    ] = False,
+    with_parts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RELEASE",
+            help="Directory or Hub id of the release of Kimi K3 that SRC was trained from: DST gets all its other "
+            "parts, such as the vision part, and the bytes of its packed experts where they have not changed.",
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     verify: Annotated[
         bool | None,
@@ -114,6 +125,7 @@ def convert(
     attnres convert llama-attnres regrouped --set-block-size 2
     attnres convert llama-attnres llama-again --to standard
     attnres convert my-k3 my-k3-attnres
+    attnres convert runs/k3/model my-k3-tuned --with-parts my-k3 --pack-experts
     """
     values = {
         "block_size": block_size,
@@ -129,14 +141,16 @@ def convert(
     flags = [name for name, is_given in {"--residual": residual, "--set": fields}.items() if is_given]
     flags += map(flag, options)
     others = [name for name, value in {"--set-block-size": set_block_size, "--to": to}.items() if value is not None]
-    if len(others) + bool(flags) > 1:
-        raise typer.BadParameter(f"{' and '.join([*others, *flags])} exclude each other.")
+    parts = [name for name, value in {"--pack-experts": pack_experts, "--with-parts": with_parts}.items() if value]
+    if len(others) + bool(flags) + bool(parts) > 1:
+        raise typer.BadParameter(f"{' and '.join([*others, *flags, *parts])} exclude each other.")
     check_options(connection, options)
-    ModelSource(source).check(needs_weights=True)
-    if Path(source).is_dir():
-        folder, result = Path(source).resolve(), target.resolve()
-        if folder.is_relative_to(result) or result.is_relative_to(folder):
-            raise ValueError(f"{target} and {source} lie in each other. Choose another directory for the result.")
+    for name in (source, *([] if with_parts is None else [with_parts])):
+        ModelSource(name).check(needs_weights=True)
+        if Path(name).is_dir():
+            folder, result = Path(name).resolve(), target.resolve()
+            if folder.is_relative_to(result) or result.is_relative_to(folder):
+                raise ValueError(f"{target} and {name} lie in each other. Choose another directory for the result.")
     check_out(target, WRITTEN_MODEL, overwrite, "DST")
     with loading():
         from attnres.conversion.convert import prepare_change, prepare_retrofit, prepare_standard
@@ -162,6 +176,8 @@ def convert(
         num_blocks=num_blocks,
         flags=[*flags, *(name for name in others if name != "--to")],
         back=to and to.value,
+        pack_experts=pack_experts,
+        with_parts=with_parts,
     )
 
 

@@ -69,6 +69,7 @@ class Conversion:
             family's code.
         model_class: The class that loads both source and result; None if each is loaded by an Auto class.
         notes: Notes for the user.
+        original: The checkpoint that the user gave, if the source was made of it and holds other weights.
         new_names: The names that the copied tensors have in the result, by their names in the source.
         unread: The names of copied tensors that neither the source's model nor the result's reads. They include
             tensors that lie in a file but not in the index.
@@ -87,6 +88,7 @@ class Conversion:
     code_folder: str = SOURCE_CODE
     model_class: type[PreTrainedModel] | None = None
     notes: tuple[str, ...] = ()
+    original: Checkpoint | None = None
     new_names: dict[str, str] = field(init=False)
     unread: list[str] = field(init=False)
     num_bytes: int = field(init=False)

@@ -32,6 +32,7 @@ from attnres.travelling import write_used_code
 from attnres.utils.model_files import RECORD
 
 from .convert import Conversion
+from .kimi_k3_parts import Rewriting
 
 # Fields of the text model that a composite `config.json` repeats.
 _REPEATED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
@@ -79,8 +80,13 @@ class KimiK3Conversion(Conversion):
 
     def write_index(self, target: Path, names: Sequence[str], weight_map: dict[str, str]) -> None:
         """Write the source's index if it has one, with the names of the result's tensors; see the base class."""
-        index, path = self.checkpoint.index, self.checkpoint.weights_path
-        if self.checkpoint.is_temporary or index is None or path is None or self.checkpoint.lacks_metadata:
+        checkpoint = self.checkpoint
+        index, path = checkpoint.index, checkpoint.weights_path
+        is_whole = index is not None and not checkpoint.lacks_metadata
+        if is_whole and checkpoint.is_temporary:  # the index may be that of other tensors
+            size = sum(entry.end - entry.start for entry in checkpoint.entries.values())
+            is_whole = index["weight_map"] == weight_map and index["metadata"].get("total_size") == size
+        if not is_whole or index is None or path is None:
             super().write_index(target, names, weight_map)
         elif not (self.adds_prefix or self.removes_prefix):
             shutil.copyfile(path, target / path.name)
@@ -91,7 +97,7 @@ class KimiK3Conversion(Conversion):
 
 
 def prepare_kimi_k3(
-    source: Checkpoint, flags: Collection[str] = (), back: str | None = None
+    source: Checkpoint, flags: Collection[str] = (), back: str | None = None, rewriting: Rewriting | None = None
 ) -> KimiK3Conversion | None:
     """Prepare the conversion of Kimi K3; return None for any other model, which is converted in another way.
 
@@ -99,6 +105,7 @@ def prepare_kimi_k3(
         source: The model.
         flags: The options of a retrofit and of a change of connections that the user gave, as `--block-size`.
         back: The value of `--to`, which undoes a conversion.
+        rewriting: The rewriting that has made the source, which packed experts or put back parts of the release.
 
     Raises:
         OSError: A file is damaged.
@@ -107,7 +114,7 @@ def prepare_kimi_k3(
     _check_options(source, flags, back)
     if not isinstance(source.config, AttnResKimiK3Config):
         return None
-    return _prepare_loadable(source) if back is None else _prepare_release(source)
+    return _prepare_loadable(source, rewriting) if back is None else _prepare_release(source)
 
 
 def _check_options(source: Checkpoint, flags: Collection[str], back: str | None) -> None:
@@ -131,7 +138,7 @@ def _check_options(source: Checkpoint, flags: Collection[str], back: str | None)
         )
 
 
-def _prepare_loadable(source: Checkpoint) -> KimiK3Conversion:
+def _prepare_loadable(source: Checkpoint, rewriting: Rewriting | None) -> KimiK3Conversion:
     """Prepare to make a directory that the Auto classes load, with every tensor as it is.
 
     A `config.json` of the text model alone becomes that of the composite model, whose tensors have a prefix.
@@ -141,13 +148,21 @@ def _prepare_loadable(source: Checkpoint) -> KimiK3Conversion:
     released = source.fields
     fields = _loadable_config(released)
     texts = {CONFIG_NAME: json_text(fields)}
-    if not source.is_temporary:  # otherwise the result has other tensors than the source
+    has_parts = rewriting is not None and rewriting.parts is not None
+    if has_parts or not source.is_temporary:  # otherwise the result has other tensors than the source
         texts[RECORD] = _make_record(source, adds_prefix)
     config.auto_map = fields["auto_map"]
     left = _names_of_code(released) if released.get(AUTO_MAP) != fields[AUTO_MAP] else []
     note = f"Left out: {' and '.join(left)} of {CONFIG_NAME}. The result loads by the code of this package alone."
-    notes = (note,) if left else ()
-    return KimiK3Conversion(source, config, **checked, texts=texts, adds_prefix=adds_prefix, notes=notes)
+    conversion = KimiK3Conversion(source, config, **checked, texts=texts, adds_prefix=adds_prefix)
+    conversion.notes = (note,) if left else ()
+    if rewriting is not None:
+        done = ["experts packed as MXFP4"] if rewriting.is_packed else []
+        done += [f"with the other parts of {rewriting.parts.name}"] if rewriting.parts is not None else []
+        conversion.title = f"Kimi K3 for the Auto classes ({' and '.join(done)})"
+        conversion.original, conversion.difference = rewriting.model, rewriting.difference
+        conversion.notes += tuple(rewriting.describe())
+    return conversion
 
 
 def _prepare_release(source: Checkpoint) -> KimiK3Conversion:
@@ -250,6 +265,8 @@ def _make_record(source: Checkpoint, has_new_prefix: bool) -> str:
         has_new_prefix: Whether the result's tensors have a prefix that those of the source do not have.
     """
     text = source.config_path.read_bytes().decode()  # `read_text` would change line ends
+    if json.loads(text) != source.fields:
+        text = json_text(source.fields)  # those of a source with other weights
     return json_text({"text_of_config.json": text, "prefix_added": PREFIX if has_new_prefix else ""})
 
 

@@ -37,9 +37,10 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .delta_attention_attnres import DeltaAttention
 from .functional_attnres import accelerated
-from .kimi_k3_configuration_attnres import AttnResKimiK3Config
+from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
 from .kimi_k3_layout_attnres import check_own_names, in_form_of_model, layout_rules, read_release
-from .kimi_k3_packed_attnres import packed_linear
+from .kimi_k3_packed_attnres import MXFP4, packed_linear
+from .kimi_k3_packing_attnres import QUANTIZATION, pack_experts
 from .loading_attnres import check_files
 from .modeling_attnres import (
     AttnResDecoderLayer,
@@ -355,6 +356,36 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
     @_weight_conversions.setter
     def _weight_conversions(self, rules: list[WeightConverter | WeightRenaming]) -> None:
         """Ignore the rules by which `transformers` has loaded: they lack those for names that were right already."""
+
+    def save_pretrained(self, save_directory: str | Path, *args, packed_experts: bool = False, **kwargs):
+        """Save in the released layout; see the base class.
+
+        Args:
+            save_directory: the folder.
+            args: as in the base class.
+            packed_experts: whether to pack routed experts as MXFP4. Experts that are packed already are saved as they
+                lie. A group of weights that has come out of a packed one keeps its values; it keeps its bytes, too, if
+                its largest weight is 4 or 6 times the scale.
+            kwargs: as in the base class.
+
+        Raises:
+            ValueError: the model has no routed experts, or they cannot be packed.
+        """
+        config = self.config
+        if not packed_experts or config.packed_experts:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        if config.num_local_experts is None:
+            raise ValueError("the model has no routed experts. Save it without `packed_experts`.")
+        kwargs["state_dict"] = pack_experts(kwargs.get("state_dict") or self.state_dict())
+        stored, owner = config.stored_quantization, "text_config" if config.checkpoint_layout == COMPOSITE else ""
+        if stored is None or config.packing != MXFP4:
+            config.stored_quantization = {owner: QUANTIZATION}
+        # The configuration decides the names of tensors, and whether `config.json` says that experts are packed.
+        config.packed_experts = True
+        try:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            config.packed_experts, config.stored_quantization = False, stored
 
     @staticmethod
     def _load_pretrained_model(

@@ -176,9 +176,6 @@ class AttnResKimiK3Config(AttnResConfig):
     checkpoint_layout: str = COMPOSITE
     """Layout that `save_pretrained` writes: `"composite"` or `"text"`. It is not saved: a file shows its layout."""
 
-    composite_fields: dict | None = None
-    """Fields of the composite model that are not of its text model, such as `vision_config`. They are kept."""
-
     packed_experts: bool = False
     """`True` keeps routed experts packed as the checkpoint has them. They are decoded where they are used, and frozen.
     It is not saved: a checkpoint with packed experts loads unpacked by default."""
@@ -206,7 +203,7 @@ class AttnResKimiK3Config(AttnResConfig):
                 kwargs.pop(name, None)
             else:
                 kwargs[name] = value
-        for name in ("text_config", _LINEAR, _QUANTIZATION, *(self.composite_fields or ())):
+        for name in ("text_config", _LINEAR, _QUANTIZATION):
             kwargs.pop(name, None)
         for field in _FIELDS:
             if field.null not in (None, ...) and getattr(self, field.name) is None:
@@ -440,12 +437,11 @@ def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             "`text_config` is empty, but must hold the fields of the text model. Use the checkpoint's own config.json."
         )
     text = _as_object("text_config", fields.pop("text_config"))
-    known = AttnResKimiK3Config.known_fields()
-    composite = {name: fields.pop(name) for name in [*fields] if name not in known}
+    # The other fields of the composite model are those of its vision part, which no model here has.
+    fields = {name: value for name, value in fields.items() if name in AttnResKimiK3Config.known_fields()}
     # Of two values of a field that describes the file, that of the composite model holds.
     kept = [name for name in text if name not in _OF_CODE and not (name in _OF_FILE and name in fields)]
-    layout = {"checkpoint_layout": COMPOSITE, "composite_fields": composite or None}
-    layout |= _stored_quantization({"": fields, "text_config": text})
+    layout = {"checkpoint_layout": COMPOSITE} | _stored_quantization({"": fields, "text_config": text})
     return fields | {name: text[name] for name in kept}, layout
 
 
@@ -481,6 +477,8 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
         if value is not None or field.null is None:
             *path, name = field.released.split(".")
             (linear if path else text)[name] = value
+    if config.num_nextn_predict_layers:
+        text["num_nextn_predict_layers"] = 0  # they are not loaded, so a saved model has none
     if config.num_local_experts is None:
         text |= fields_without_experts(config.num_hidden_layers)
     if config.residual_connection != "attn_res":
@@ -506,7 +504,7 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
     outer |= {"model_type": config.model_type, "architectures": classifiers or ["KimiK3ForConditionalGeneration"]}
     names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
     outer |= {name: text[name] for name in names if name in text}
-    return outer | (config.composite_fields or {}) | {"text_config": text}
+    return outer | {"text_config": text}
 
 
 def _gate_of_family(has_output_gate: bool) -> str | None:

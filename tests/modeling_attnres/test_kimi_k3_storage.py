@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.kimi_k3_layout_attnres import released_shapes
 from attnres.kimi_k3_packed_attnres import decode_mxfp4
+from attnres.kimi_k3_packing_attnres import encode_mxfp4
 from attnres.residual_attnres import FamilyWarning
 
 from . import kimi_k3_release as release
@@ -85,7 +86,16 @@ def test_a_composite_release_is_saved_as_it_was(composite, tmp_path):
     assert after.pop("tie_word_embeddings") is False
     added = {"attention_bias": False, "attention_dropout": 0.0}
     assert after["text_config"] == before["text_config"] | added
+    # The saved model promises no part that it lacks.
+    del before["vision_config"], before["media_placeholder_token_id"]
     assert {**after, "text_config": None} == {**before, "text_config": None}
+
+
+def test_a_saved_model_promises_no_layers_for_multi_token_prediction(fields, tensors, tmp_path):
+    source = release.write(tmp_path / "source", fields | {"num_nextn_predict_layers": 1}, tensors)
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["text_config"]["num_nextn_predict_layers"] == 0
 
 
 def test_a_release_of_the_text_model_is_saved_as_it_was(tmp_path, fields, tensors):
@@ -183,6 +193,46 @@ def test_packed_experts_decode_exactly_and_are_saved_in_bfloat16(packed_release,
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
 
 
+@pytest.mark.parametrize("layout", ["composite", "text"])
+def test_a_model_that_was_loaded_unpacked_is_packed_again_byte_by_byte(fields, tensors, tmp_path, layout):
+    packed, _ = release.pack_experts(tensors)
+    fields = fields | {"quantization_config": release.QUANTIZATION}
+    source = release.write(tmp_path / "source", fields, packed, layout=layout)
+    model = AttnResKimiK3ForCausalLM.from_pretrained(source, dtype="auto")
+    model.save_pretrained(tmp_path / "packed", packed_experts=True)
+    assert_same_bytes(stored(tmp_path / "packed"), stored(source))
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert config.get("text_config", config)["quantization_config"] == release.QUANTIZATION
+    again = AttnResKimiK3ForCausalLM.from_pretrained(tmp_path / "packed", dtype="auto")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    model.save_pretrained(tmp_path / "plain")  # the model itself stays as it is
+    assert not any(name.endswith("_packed") for name in stored(tmp_path / "plain"))
+    assert "quantization_config" not in (tmp_path / "plain" / "config.json").read_text()
+
+
+def test_a_new_model_is_saved_with_packed_experts(fields, tmp_path):
+    model = AttnResKimiK3ForCausalLM(AttnResKimiK3Config.from_dict(fields | {"model_type": "kimi_k3"})).eval()
+    model.save_pretrained(tmp_path, packed_experts=True)
+    config = json.loads((tmp_path / "config.json").read_text())["text_config"]["quantization_config"]
+    assert (config["quant_method"], config["format"]) == ("compressed-tensors", "mxfp4-pack-quantized")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, weight in model.state_dict().items():
+        expected = weight
+        if ".experts." in name:
+            expected = torch.stack([decode_mxfp4(*encode_mxfp4(one)) for one in weight])
+        assert torch.equal(again.state_dict()[name], expected.to(weight.dtype)), name
+
+
+def test_a_model_that_cannot_be_packed_is_refused_and_nothing_is_saved(fields, tmp_path):
+    dense = AttnResKimiK3ForCausalLM(AttnResKimiK3Config.from_dict(release.text_fields(num_experts=None)))
+    with pytest.raises(ValueError, match="no routed experts"):
+        dense.save_pretrained(tmp_path / "out", packed_experts=True)
+    model = AttnResKimiK3ForCausalLM(AttnResKimiK3Config.from_dict(release.text_fields(moe_intermediate_size=48)))
+    with pytest.raises(ValueError, match=r"`model.layers.1.mlp.experts.down_proj` cannot be packed: .* has 48 of them"):
+        model.save_pretrained(tmp_path / "out", packed_experts=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_packed_experts_are_decoded_one_by_one(tmp_path, peak_bytes):
     fields = release.text_fields(moe_intermediate_size=256, routed_expert_hidden_size=256, num_experts=16)
     tensors, generator = {}, torch.Generator().manual_seed(0)
@@ -253,7 +303,7 @@ def field(name: str, value: Any, owner: str = "") -> Callable[[dict, dict], None
     return change
 
 
-KIMI_K3 = tuple(f"kimi_k3_{part}attnres.py" for part in ("", "configuration_", "layout_", "packed_"))
+KIMI_K3 = tuple(f"kimi_k3_{part}attnres.py" for part in ("", "configuration_", "layout_", "packed_", "packing_"))
 LISTS = "linear_attn_config"
 LAYERS = "language_model.model.layers."
 
@@ -474,14 +524,13 @@ def test_a_configuration_is_the_same_after_a_round_trip(composite, tmp_path):
     assert re.search(r"Block AttnRes, 3 blocks of 3 layers \(7 layers\)", config.connection.describe(config))
 
 
-def test_fields_of_the_composite_model_that_no_one_knows_are_kept(changed, tmp_path):
+def test_fields_of_the_parts_that_a_saved_model_lacks_are_left_out(changed, tmp_path):
     def change(config, tensors):
         config["media_begin_token_id"] = 41
 
     AutoModelForCausalLM.from_pretrained(changed(change)).save_pretrained(tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["media_begin_token_id"] == 41
-    assert config["vision_config"] == release.VISION
+    assert config.keys().isdisjoint({"media_begin_token_id", "media_placeholder_token_id", "vision_config"})
 
 
 def test_the_code_of_kimi_k3_does_not_travel_with_other_models(tiny_model, tmp_path):

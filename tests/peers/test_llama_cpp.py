@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.configuration import load
 
-from ..modeling_attnres import kimi_k3_release as release
 from .kimi_k3_gguf import write_gguf
 
 REQUIREMENT = "xllamacpp==2026.10.11549"
@@ -85,16 +84,6 @@ def _trained(changes: tuple[tuple[str, Any], ...]) -> AttnResKimiK3ForCausalLM:
     return model
 
 
-def pack_experts(folder: Path) -> None:
-    """Replace the routed experts of a checkpoint by packed ones, as the release has them."""
-    for file in folder.glob("*.safetensors"):
-        packed, _ = release.pack_experts(load_file(file))
-        save_file(packed, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["quantization_config"] = release.QUANTIZATION
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def prompts() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, SMALL["vocab_size"], (1, length), generator=generator) for length in LENGTHS]
@@ -144,11 +133,9 @@ def test_llama_cpp_computes_the_same_logits_and_tokens_from_the_saved_files(run_
     model = trained(**VARIANTS.get(variant, {}))
     if variant == "text model alone":
         model.config.checkpoint_layout = "text"
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, packed_experts=variant == "packed experts")
     if variant == "bfloat16":
         AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    if variant == "packed experts":
-        pack_experts(folder)
     write_gguf(folder, tmp_path / "model.gguf")
     model = AttnResKimiK3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
