@@ -207,6 +207,10 @@ class KimiK3Experts(kimi_linear.KimiLinearExperts):
         super().__init__(latent)
         self.act_fn = KimiK3Activation(config)
 
+    def project(self, name: str, expert: int, x: Tensor) -> Tensor:
+        """Compute `[tokens, out]` for `[tokens, in]` by an expert's `gate_up_proj` or `down_proj`."""
+        return F.linear(x, getattr(self, name)[expert])
+
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         """Compute the activation `[tokens, width]` for `[tokens, 2 width]`; the implementations of experts call it."""
         return self.act_fn(*gate_up.chunk(2, dim=-1))
@@ -227,8 +231,8 @@ class KimiK3Experts(kimi_linear.KimiLinearExperts):
             if expert == self.num_experts:
                 continue
             tokens, choices = torch.where(top_k_index == expert)
-            output = self._apply_gate(F.linear(hidden_states[tokens], self.gate_up_proj[expert]))
-            output = F.linear(output, self.down_proj[expert]) * top_k_weights[tokens, choices, None]
+            output = self._apply_gate(self.project("gate_up_proj", expert, hidden_states[tokens]))
+            output = self.project("down_proj", expert, output) * top_k_weights[tokens, choices, None]
             result.index_add_(0, tokens, output.to(result.dtype))
         return result
 

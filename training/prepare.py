@@ -229,7 +229,7 @@ def prepare_model(
             it here: `Trainer` loads the weights of a whole model.
 
     Returns:
-        The model, of which this process holds its part.
+        The model, of which this process holds its part; a PEFT model if the recipe has `lora`.
 
     Raises:
         OSError, RuntimeError, ValueError: The model cannot be loaded, retrofitted or sharded, or a setting of the
@@ -239,13 +239,21 @@ def prepare_model(
         model = build_model(recipe, config, part_of_process(recipe))
     else:
         start, build = Path(recipe.out) / START, partial(build_model, recipe, config)
-        if checkpoint is not None:
+        # A checkpoint of an adapter has no weights of the base.
+        if checkpoint is not None and recipe.lora is None:
             model = load_sharded(checkpoint, sharding, start, build)
         elif config is not None or recipe.retrofit is not None:
             model = load_sharded(None, sharding, start, build)
         else:
             load = partial(load_sharded, sharding=sharding, start=start, build=build)
             model = recipe.source.build(load, **recipe.config)
+    if recipe.lora is not None:
+        from .lora import add_adapters  # here, since `peft` comes with an extra
+
+        # A PEFT model passes calls and attributes on to the model that it wraps.
+        model = cast(PreTrainedModel, add_adapters(model, **recipe.lora.given()))
+    if sharding is None:
+        check_fsdp2(model)
     if recipe.residual_alone and not residual_tensors(model):
         raise ValueError(
             f"`residual_alone` of the recipe is {recipe.residual_alone:g}, but must be 0: {recipe.model} has no "
@@ -266,7 +274,7 @@ def part_of_process(recipe: Recipe) -> Part | None:
 
 
 def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | None = None) -> PreTrainedModel:
-    """Make or load the model of a recipe in this process, with its retrofit and adapters.
+    """Make or load the model of a recipe in this process, with its retrofit and without adapters.
 
     Args:
         recipe: The recipe of the run.
@@ -275,7 +283,7 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
             device, except where `load_whole` loads them all. `None` for the whole model.
 
     Returns:
-        The model, a PEFT model if the recipe has `lora`.
+        The model.
 
     Raises:
         OSError, ValueError: The model cannot be loaded or retrofitted.
@@ -291,12 +299,6 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     if options is not None:
         # A retrofit of the whole model refuses one that is offloaded.
         model = retrofit(model, **options) if part is None else retrofit_part(model, **options)
-    if recipe.lora is not None:
-        from .lora import add_adapters  # here, since `peft` comes with an extra
-
-        # A PEFT model passes calls and attributes on to the model that it wraps.
-        model = cast(PreTrainedModel, add_adapters(model, **recipe.lora.given()))
-    check_fsdp2(model)
     return model
 
 
