@@ -58,7 +58,7 @@ def describe_run(
         data: The data of the run.
         device: The device of the first process.
         shares: How many processes train, and how they share the model, in words.
-        parameters: The number of parameters of the whole model, all trained, if `model` is a part of it.
+        parameters: The number of parameters of the whole model if `model` is a part of it.
 
     Returns:
         The lines. Notes come last and begin with `Note:`.
@@ -67,6 +67,7 @@ def describe_run(
     # The total is that of model cards, with the biases of routers, which are buffers. A rule trains them.
     total = count_stored(model) if parameters is None else parameters
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = f"{trained:,}" if parameters is None else "adapters"  # those of this process, in a part of the model
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
     start = "from scratch" if recipe.source.is_named else "with its weights"
@@ -82,7 +83,7 @@ def describe_run(
     tokens = steps * recipe.batch_size * recipe.length
     return [
         f"Model: {recipe.model} ({config.model_type}), {start}, {kind}",
-        f"Parameters: {total:,}, of which {'all' if is_whole else f'{trained:,}'} are trained, on {device}",
+        f"Parameters: {total:,}, of which {'all' if is_whole else trained} are trained, on {device}",
         shares,
         f"Data: {documents}{train} to train on, {len(data.held_out):,} held out",
         f"Run: {counted(steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "

@@ -144,7 +144,7 @@ class ResumableTrainer(Trainer):
             model.config.distributed_config = sharding
 
     def merge_adapter(self) -> None:
-        """Merge the trained adapter into the model, which then is saved as any other. All processes call it together."""
+        """Merge the trained adapter into the model, which then is saved like any other; all processes call it."""
         from .lora import merge_adapters  # here, since `peft` comes with an extra
 
         adapted: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from accelerate import PartialState
 
 from attnres.commands.main import main
 from attnres.training.train import TERMINATED
