@@ -10,7 +10,7 @@ import typer
 
 from attnres.checkpoints.source import ModelSource
 from attnres.utils.declared import declared_connections
-from attnres.utils.model_files import WRITTEN_MODEL
+from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
 from attnres.utils.wording import did_you_mean
 
 from .choices import Debug, Imports, check_out
@@ -40,6 +40,13 @@ class Undone(StrEnum):
 
     standard = "standard"
     released = "released"
+
+
+class AdapterForm(StrEnum):
+    """The forms of an adapter of Kimi K3."""
+
+    released = "released"
+    attnres = "attnres"
 
 
 def convert(
@@ -81,6 +88,12 @@ def convert(
     to: Annotated[
         Undone | None,
         typer.Option(help="`standard`: undo an untrained retrofit. `released`: undo a conversion of Kimi K3."),
+    ] = None,
+    adapter: Annotated[
+        AdapterForm | None,
+        typer.Option(
+            help="Convert an adapter of Kimi K3 to the `released` names, for other programs, or from them to `attnres`."
+        ),
     ] = None,
     set_block_size: Annotated[
         int | None, typer.Option(min=1, help="Change the blocks of an AttnRes model, if its function stays the same.")
@@ -126,6 +139,7 @@ def convert(
     attnres convert llama-attnres llama-again --to standard
     attnres convert my-k3 my-k3-attnres
     attnres convert runs/k3/model my-k3-tuned --with-parts my-k3 --pack-experts
+    attnres convert runs/lora/adapter for-others --adapter released
     """
     values = {
         "block_size": block_size,
@@ -140,11 +154,19 @@ def convert(
     # Of the options that the user has given, `flags` are for a retrofit, and `others` for other conversions.
     flags = [name for name, is_given in {"--residual": residual, "--set": fields}.items() if is_given]
     flags += map(flag, options)
-    others = [name for name, value in {"--set-block-size": set_block_size, "--to": to}.items() if value is not None]
+    kinds = {"--set-block-size": set_block_size, "--to": to, "--adapter": adapter}
+    others = [name for name, value in kinds.items() if value is not None]
     parts = [name for name, value in {"--pack-experts": pack_experts, "--with-parts": with_parts}.items() if value]
     if len(others) + bool(flags) + bool(parts) > 1:
         raise typer.BadParameter(f"{' and '.join([*others, *flags, *parts])} exclude each other.")
     check_options(connection, options)
+    if adapter is not None:
+        check_out(target, WRITTEN_ADAPTER, overwrite, "DST")
+        with loading():
+            from attnres.conversion.adapter_kimi_k3 import convert_adapter
+        convert_adapter(Path(source), target, adapter.value, overwrite=overwrite)
+        typer.echo(f"Written to {target}.")
+        return
     for name in (source, *([] if with_parts is None else [with_parts])):
         ModelSource(name).check(needs_weights=True)
         if Path(name).is_dir():

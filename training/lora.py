@@ -8,15 +8,19 @@ adapter. PEFT would freeze them, like every weight that is not a target, unless 
 
 import re
 import warnings
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from attnres import peft_modules_to_save
+from attnres.configuration.adapted import expert_rank_of, expert_weights, projections
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.extras import require_extra
 
@@ -24,10 +28,9 @@ from .settings import LoraSettings, explained
 
 with require_extra("train"):
     from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.tuners.lora import LoraLayer, ParamWrapper
 
-
-# The names that models of `transformers` have for a router of experts.
-_ROUTERS = ("gate", "router")
+    from .lora_experts import EXPERTS, packed_stacks, use_wrappers
 
 
 def add_adapters(
@@ -39,6 +42,7 @@ def add_adapters(
     targets: Collection[str] | None = None,
     experts: bool = True,
     expert_rank: int | None = None,
+    shared_outer: bool = False,
 ) -> PeftModel:
     """Wrap a causal language model, of the family or standard, so that only adapters and residual tensors are trained.
 
@@ -46,11 +50,12 @@ def add_adapters(
     the base model, and `merge_and_unload` gives a model without PEFT. Trained tensors are float32, whatever the dtype
     of the base model.
 
+    The adapters of Kimi K3's experts are computed for the chosen experts alone, which may be packed. For other models
     PEFT adds an adapter's `B A` to a layer's stacked experts in every forward pass, which takes the memory of one more
     copy of them. An `expert_rank` as large as `rank` would make the adapter of a model with many experts large.
 
-    Experts that stay packed (`packed_experts`) get no adapter: PEFT would have to add it to weights that are not there.
-    They stay frozen, and adapters on the other projections are trained.
+    The model may be sharded among processes, or be a part of a pipeline. Each process then has the whole adapter of
+    the layers that it computes, in plain tensors.
 
     Args:
         model: The base model, which is changed in place.
@@ -62,18 +67,22 @@ def add_adapters(
         experts: Whether to adapt the stacked weights of the experts too.
         expert_rank: The rank of each expert's adapter. By default `rank` divided by the number of experts that a token
             is sent to, and at least 1.
+        shared_outer: Whether all experts of a layer of Kimi K3 share the factor that reads the latent space, A of
+            `gate_up_proj`, and the factor that writes to it, B of `down_proj`. The saved adapter has a copy of them for
+            each expert, as PEFT reads it.
 
     Returns:
         The PEFT model.
 
     Raises:
-        ValueError: A rank is not positive, a target is not found, there is nothing to adapt, or dropout is set together
-            with experts.
+        ValueError: A rank is not positive, a target is not found, there is nothing to adapt, dropout is set together
+            with experts, or `shared_outer` without experts of Kimi K3.
     """
     with explained("the adapters"):
         LoraSettings(rank=rank, alpha=alpha, dropout=dropout, targets=targets, expert_rank=expert_rank)
     modules = projections(model)
-    parameters = expert_weights(model) if experts else []
+    with packed_stacks(model):
+        parameters = expert_weights(model) if experts else []
     if targets is not None:
         targets = [targets] if isinstance(targets, str) else list(targets)
         residual = sorted({target for target in targets if target.split(".")[-1] in peft_modules_to_save(model)})
@@ -82,7 +91,7 @@ def add_adapters(
                 f"{' and '.join(map(repr, residual))} cannot have an adapter: the tensors of residual connections "
                 "are trained whole beside any adapter. Leave them out of the targets."
             )
-        modules, parameters = _chosen(modules, parameters, _expert_tensors(model, packed=True), targets)
+        modules, parameters = _chosen(modules, parameters, targets)
     if not modules and not parameters:
         raise ValueError(f"{type(model).__name__} has no projection in its decoder layers to add an adapter to.")
     # PEFT would adapt the experts in place of these. It leaves names of weights as they are.
@@ -94,8 +103,7 @@ def add_adapters(
     alpha = 2 * rank if alpha is None else alpha
     options: dict[str, Any] = {"r": rank, "lora_alpha": alpha}
     if parameters:
-        per_token = getattr(model.config, "num_experts_per_tok", None) or 1
-        expert_rank = expert_rank or max(1, rank // per_token)
+        expert_rank = expert_rank or expert_rank_of(model, rank)
         # `r` is the rank of the experts, and patterns set the rank of the projections. The other way round, PEFT would
         # warn that the patterns match no module, since experts are parameters.
         options = {"r": expert_rank, "lora_alpha": alpha * expert_rank / rank}
@@ -111,7 +119,16 @@ def add_adapters(
         modules_to_save=peft_modules_to_save(model) or None,
         **options,
     )
-    with warnings.catch_warnings():
+    is_kimi_k3 = parameters and any(isinstance(module, EXPERTS) for module in model.modules())
+    if shared_outer and not is_kimi_k3:
+        raise ValueError("`shared_outer` is for adapters of Kimi K3's experts: leave it out.")
+    if parameters and not is_kimi_k3 and (getattr(_sharding(model), "ep_size", None) or 1) > 1:
+        raise ValueError(
+            f"experts of {type(model).__name__} cannot have adapters with expert parallelism: leave out `ep_size`, or "
+            "set `experts` of the adapters to false."
+        )
+    use_wrappers(config, shared_outer)
+    with warnings.catch_warnings(), packed_stacks(model), _whole_residual_tensors(model):
         # PEFT 0.21 reads a property by the name that `transformers` has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         adapted = get_peft_model(model, config)
@@ -122,29 +139,84 @@ def add_adapters(
     return adapted
 
 
-def projections(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers in the decoder layers, without routers: `self_attn.q_proj`."""
-    names = set()
-    for layer in _decoder_layers(model):
-        for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear) and not _is_router(layer, name):
-                names.add(name)
-    return sorted(names)
+def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
+    """Load an adapter onto its base model, whose experts may be packed.
+
+    `PeftModel.from_pretrained` of PEFT does so too for a model without packed experts.
+
+    Args:
+        model: The base model, which is changed in place.
+        folder: The folder of the adapter.
+
+    Returns:
+        The PEFT model, for inference.
+
+    Raises:
+        ValueError: The adapter lacks tensors that its configuration declares, or has others.
+    """
+    config = LoraConfig.from_pretrained(folder)
+    use_wrappers(config)
+    with warnings.catch_warnings(), packed_stacks(model):
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # PEFT only warns of missing tensors, and says nothing of others. Both would leave an adapter without effect.
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        return PeftModel.from_pretrained(model, folder, config=config)
 
 
-def expert_weights(model: PreTrainedModel) -> list[str]:
-    """Return the names of the stacked weights `[experts, ., .]` in the decoder layers: `mlp.experts.gate_up_proj`."""
-    return _expert_tensors(model, packed=False)
+def merge_adapters(adapted: PeftModel) -> PreTrainedModel:
+    """Merge adapters into the weights of the base model, which may be sharded among processes.
+
+    All processes call it together, each with the whole adapter.
+
+    Returns:
+        The base model, which is changed in place, and sharded as before.
+    """
+    adapted.state_dict()  # FSDP2 puts the parts of parameters into the modules before it reads them
+    for module in adapted.modules():
+        if isinstance(module, LoraLayer):
+            base = module.get_base_layer()
+            weight = module.get_param() if isinstance(module, ParamWrapper) else base.weight
+            if isinstance(weight, DTensor):
+                for parts in (module.lora_A, module.lora_B):
+                    for part in parts.values():
+                        part.weight = _replicated(part.weight, weight.device_mesh)
+    return cast(PreTrainedModel, adapted.merge_and_unload())
 
 
-def _expert_tensors(model: PreTrainedModel, packed: bool) -> list[str]:
-    """Return the names of stacked weights in the decoder layers, or of the parts of packed ones, which are integers."""
-    names = set()
-    for layer in _decoder_layers(model):
-        for name, module in layer.named_modules():
-            tensors = _stacked_weights(module).items()
-            names.update(f"{name}.{key}" for key, tensor in tensors if tensor.is_floating_point() != packed)
-    return sorted(names)
+def _replicated(tensor: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a plain tensor, the same in all processes, for operations with sharded ones."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    whole = DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return nn.Parameter(whole, requires_grad=False)
+
+
+@contextmanager
+def _whole_residual_tensors(model: PreTrainedModel) -> Generator[None]:
+    """Put whole tensors in place of sharded ones into the residual connections while PEFT copies these.
+
+    FSDP2 gathers the parameters that it has sharded, and would leave copies of them in parts.
+    """
+    residual = {id(tensor) for tensor in residual_tensors(model).values()}
+    sharded = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in residual and isinstance(parameter, DTensor)
+    ]
+    for module, name, parameter in sharded:
+        module._parameters[name] = nn.Parameter(parameter.detach().full_tensor())
+    try:
+        yield
+    finally:
+        for module, name, parameter in sharded:
+            parameter.requires_grad_(False)
+            module._parameters[name] = parameter
+
+
+def _sharding(model: PreTrainedModel) -> Any:
+    """Return how `transformers` has sharded a model; `None` if it has not."""
+    return getattr(model.config, "distributed_config", None)
 
 
 def _names_that_peft_changes(model: PreTrainedModel) -> Collection[str]:
@@ -159,57 +231,13 @@ def _names_that_peft_changes(model: PreTrainedModel) -> Collection[str]:
     return conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}).keys()
 
 
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"the decoder of {type(model).__name__} does not keep its layers in `layers`.")
-    return layers
-
-
-def _stacked_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights `[experts, ., .]` that a module itself holds, by name."""
-    if isinstance(module, _ConvNd):  # kernels of convolutions have three axes too
-        return {}
-    return {name: weight for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3}
-
-
-def _is_router(layer: nn.Module, name: str) -> bool:
-    """Return whether a linear layer is a router: it, or a module that it is in, is named so and lies beside experts.
-
-    A router's number of outputs, that of the experts, does not tell: projections may have as many.
-    """
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        siblings = layer.get_submodule(".".join(parts[:i])).children()
-        if part in _ROUTERS and any(_stacked_weights(module) for module in siblings):
-            return True
-    return False
-
-
-def _chosen(
-    modules: list[str], parameters: list[str], packed: list[str], targets: Collection[str]
-) -> tuple[list[str], list[str]]:
-    """Return the modules and the parameters whose names end in a target.
-
-    Args:
-        modules: The names of linear layers.
-        parameters: The names of stacked weights of experts.
-        packed: The names of parts of packed weights.
-        targets: The ends of names.
-
-    Raises:
-        ValueError: A target matches none, or a packed weight.
-    """
+def _chosen(modules: list[str], parameters: list[str], targets: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the modules and the parameters whose names end in a target. Raise ValueError if a target matches none."""
 
     def is_chosen(name: str, target: str) -> bool:
         return f".{name}".endswith(f".{target}")
 
     for target in targets:
-        if any(is_chosen(name, f"{target}_packed") for name in packed):
-            raise ValueError(
-                f"{target!r} of the experts is packed, and packed weights have no adapters. Leave it out of the "
-                "targets, or load the model with `packed_experts` false."
-            )
         if not any(is_chosen(name, target) for name in (*modules, *parameters)):
             raise ValueError(f"no projection is named {target!r}; there are {', '.join((*modules, *parameters))}.")
     chosen_modules, chosen_parameters = (
@@ -219,4 +247,4 @@ def _chosen(
     return chosen_modules, chosen_parameters
 
 
-__all__ = ["add_adapters", "expert_weights", "projections"]
+__all__ = ["add_adapters", "expert_weights", "load_adapter", "merge_adapters", "projections"]

@@ -34,7 +34,7 @@ from attnres.residual_attnres import residual_tensors
 
 from .launch import HEAL, divide_batch
 from .parallel.pipeline_parts import make_part, part_of
-from .parallel.sharding import load_sharded
+from .parallel.sharding import check_fsdp2, load_sharded
 from .recipe import Recipe
 from .run_folder import START
 from .text import open_tokenizer
@@ -240,7 +240,7 @@ def prepare_model(
             it here: `Trainer` loads the weights of a whole model.
 
     Returns:
-        The model, of which this process holds its part.
+        The model, of which this process holds its part; a PEFT model if the recipe has `lora`.
 
     Raises:
         OSError, RuntimeError, ValueError: The model cannot be loaded, retrofitted or sharded, or a setting of the
@@ -250,13 +250,21 @@ def prepare_model(
         model = build_model(recipe, config, part_of_process(recipe))
     else:
         start, build = Path(recipe.out) / START, partial(build_model, recipe, config)
-        if checkpoint is not None:
+        # A checkpoint of an adapter has no weights of the base.
+        if checkpoint is not None and recipe.lora is None:
             model = load_sharded(checkpoint, sharding, start, build)
         elif config is not None or recipe.retrofit is not None:
             model = load_sharded(None, sharding, start, build)
         else:
             load = partial(load_sharded, sharding=sharding, start=start, build=build)
-            model = recipe.source.build(load, **recipe.config)
+            model = recipe.source.build(load, **_fields(recipe))
+    if recipe.lora is not None:
+        from .lora import add_adapters  # here, since `peft` comes with an extra
+
+        # A PEFT model passes calls and attributes on to the model that it wraps.
+        model = cast(PreTrainedModel, add_adapters(model, **recipe.lora.given()))
+    if sharding is None:
+        check_fsdp2(model)
     if recipe.residual_alone and not residual_tensors(model):
         raise ValueError(
             f"`residual_alone` of the recipe is {recipe.residual_alone:g}, but must be 0: {recipe.model} has no "
@@ -277,7 +285,7 @@ def part_of_process(recipe: Recipe) -> Part | None:
 
 
 def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | None = None) -> PreTrainedModel:
-    """Make or load the model of a recipe in this process, with its retrofit and adapters.
+    """Make or load the model of a recipe in this process, with its retrofit and without adapters.
 
     Args:
         recipe: The recipe of the run.
@@ -286,7 +294,7 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
             device, except where `load_whole` loads them all. `None` for the whole model.
 
     Returns:
-        The model, a PEFT model if the recipe has `lora`.
+        The model.
 
     Raises:
         OSError, ValueError: The model cannot be loaded or retrofitted.
@@ -295,28 +303,27 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     if config is not None:
         model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
     elif options is None:
-        model = recipe.source.build(starts_anew=True, part=part, **_packed_if_frozen(recipe) | recipe.config)
+        model = recipe.source.build(starts_anew=True, part=part, **_fields(recipe))
     else:
         loaded = None if part is None else partial(_part_of_retrofit, options, part)
         model = recipe.source.build(load_source, starts_anew=True, part=loaded, **recipe.config)
     if options is not None:
         # A retrofit of the whole model refuses one that is offloaded.
         model = retrofit(model, **options) if part is None else retrofit_part(model, **options)
-    if recipe.lora is not None:
-        from .lora import add_adapters  # here, since `peft` comes with an extra
-
-        # A PEFT model passes calls and attributes on to the model that it wraps.
-        model = cast(PreTrainedModel, add_adapters(model, **recipe.lora.given()))
     return model
 
 
-def _packed_if_frozen(recipe: Recipe) -> dict[str, bool]:
-    """Return the field by which packed experts stay packed where only adapters are trained."""
-    with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
-        checkpoint = recipe.source.checkpoint
-        if recipe.lora is not None and checkpoint.is_kimi_k3 and is_packed(checkpoint):
-            return {"packed_experts": True}
-    return {}
+def _fields(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of the configuration to load a model with. Packed experts stay packed beside adapters.
+
+    Merging needs them unpacked.
+    """
+    if recipe.lora is not None and not recipe.merge:
+        with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only files
+            checkpoint = recipe.source.checkpoint
+            if checkpoint.is_kimi_k3 and is_packed(checkpoint):
+                return {"packed_experts": True} | recipe.config
+    return recipe.config
 
 
 def _part_of_retrofit(options: dict[str, Any], part: Part, source: PreTrainedModel) -> frozenset[str]:

@@ -254,10 +254,13 @@ class Recipe:
         for name, needed in (("merge", "lora"), ("held_out_split", "held_out")):
             if getattr(self, name) and not getattr(self, needed):
                 raise ValueError(f"`{name}` of the recipe has no effect without `{needed}`: give both or neither.")
-        several = [name for name in ("lora", "distributed", "pipeline") if getattr(self, name) is not None]
-        if len(several) > 1:
-            first, second, *_ = several
-            raise ValueError(f"`{second}` and `{first}` of the recipe exclude each other: leave out one of them.")
+        if self.distributed is not None and self.pipeline is not None:
+            raise ValueError("`pipeline` and `distributed` of the recipe exclude each other: leave out one of them.")
+        if self.lora is not None and self.distributed is not None and (self.distributed.tp_size or 1) > 1:
+            raise ValueError(
+                "`lora` of the recipe does not work with `tp_size` of `distributed`, since PEFT does not cut adapters "
+                "as `transformers` cuts matrices: shard the model by `fsdp_size`, `ep_size` or `pipeline`."
+            )
         if self.distributed is not None and self.distributed.sequence_parallel and self.trainer.neftune_noise_alpha:
             raise ValueError(
                 "`trainer.neftune_noise_alpha` of the recipe does not work with `sequence_parallel`, where each "

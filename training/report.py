@@ -30,7 +30,7 @@ from attnres.publishing.markdown import code, link, link_model
 from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
 from attnres.utils.files import atomic_directory, atomic_write
 from attnres.utils.hub import is_hub_id
-from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
+from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL, Written
 from attnres.utils.wording import counted
 
 from .data.sets import RunData
@@ -59,7 +59,7 @@ def describe_run(
         data: The data of the run.
         device: The device of the first process.
         shares: How many processes train, and how they share the model, in words.
-        parameters: The number of parameters of the whole model, all trained, if `model` is a part of it.
+        parameters: The number of parameters of the whole model if `model` is a part of it.
 
     Returns:
         The lines. Notes come last and begin with `Note:`.
@@ -68,6 +68,7 @@ def describe_run(
     # The total is that of model cards, with the biases of routers, which are buffers. A rule trains them.
     total = count_stored(model) if parameters is None else parameters
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = f"{trained:,}" if parameters is None else "adapters"  # those of this process, in a part of the model
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
     start = "from scratch" if recipe.source.is_named else "with its weights"
@@ -83,7 +84,7 @@ def describe_run(
     tokens = steps * recipe.batch_size * recipe.length
     return [
         f"Model: {recipe.model} ({config.model_type}), {start}, {kind}",
-        f"Parameters: {total:,}, of which {'all' if is_whole else f'{trained:,}'} are trained, on {device}",
+        f"Parameters: {total:,}, of which {'all' if is_whole else trained} are trained, on {device}",
         shares,
         f"Data: {documents}{train} to train on, {len(data.held_out):,} held out",
         f"Run: {counted(steps, 'step')} of {counted(recipe.batch_size, 'sequence')}, "
@@ -195,6 +196,27 @@ def _write_files(
     recipe, is_main = trainer.recipe, trainer.is_world_process_zero()
     out = Path(recipe.out)
     kind, written = (MODEL, WRITTEN_MODEL) if recipe.lora is None else (ADAPTER, WRITTEN_ADAPTER)
+    _write_model(trainer, tokenizer, kind, written, name, results)
+    if recipe.merge:
+        trainer.merge_adapter()
+        _write_model(trainer, tokenizer, MODEL, WRITTEN_MODEL, name, results)
+    if is_main:
+        curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
+        plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)
+        atomic_write(out / RESULTS, json.dumps(results, indent=2) + "\n")
+    trainer.accelerator.wait_for_everyone()
+
+
+def _write_model(
+    trainer: AttnResTrainer,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: str,
+    written: Written,
+    name: str,
+    results: Mapping[str, Any],
+) -> None:
+    """Write the model or adapter into its folder, with the tokenizer and, for a model, the card."""
+    out, is_main = Path(trainer.recipe.out), trainer.is_world_process_zero()
     with contextlib.ExitStack() as stack:
         partial_dir = out / f".{kind}.partial"  # the temporary directory that `atomic_directory` makes
         if is_main:
@@ -209,18 +231,6 @@ def _write_files(
             if kind == MODEL:
                 model = trainer.accelerator.unwrap_model(trainer.model)
                 _write_card(partial_dir, model, trainer, name, results)
-    if is_main:
-        if recipe.lora is not None and recipe.merge:
-            with atomic_directory(out / MODEL, WRITTEN_MODEL, overwrite=True) as partial_dir:
-                adapted: Any = trainer.model  # a `PeftModel`, whose package need not be installed
-                merged = adapted.merge_and_unload()
-                merged.save_pretrained(partial_dir)
-                save_tokenizer(tokenizer, partial_dir)
-                _write_card(partial_dir, merged, trainer, name, results)
-        curves = {"training": results["training_loss"], "held out": results["held_out_losses"]}
-        plot_loss_curves({label: points for label, points in curves.items() if points}, out / CURVE)
-        atomic_write(out / RESULTS, json.dumps(results, indent=2) + "\n")
-    trainer.accelerator.wait_for_everyone()
 
 
 def _write_card(folder: Path, model: nn.Module, trainer: AttnResTrainer, name: str, results: Mapping[str, Any]) -> None:

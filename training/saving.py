@@ -94,7 +94,7 @@ class ResumableTrainer(Trainer):
         return super().compute_loss(model, inputs | {"use_cache": False}, *arguments, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        if self.is_sharded:  # the model has been loaded from the checkpoint already
+        if self.has_optimizer_parts:  # the model has been loaded from the checkpoint already
             return
         folder, whole = Path(resume_from_checkpoint), self.model if model is None else model
         has_weights = any((folder / name).exists() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
@@ -142,6 +142,13 @@ class ResumableTrainer(Trainer):
             )
         if sharding is not None:
             model.config.distributed_config = sharding
+
+    def merge_adapter(self) -> None:
+        """Merge the trained adapter into the model, which then is saved like any other; all processes call it."""
+        from .lora import merge_adapters  # here, since `peft` comes with an extra
+
+        adapted: Any = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        self.model = self.model_wrapped = merge_adapters(adapted)
 
     def _save_checkpoint(self, model, trial) -> None:
         """Write a checkpoint under another name, and rename it once every process has written its part."""
@@ -214,8 +221,11 @@ class ResumableTrainer(Trainer):
 
     @property
     def has_optimizer_parts(self) -> bool:
-        """Return whether each process writes its part of the optimizer's state into a checkpoint."""
-        return self.is_sharded
+        """Return whether each process writes its part of the optimizer's state into a checkpoint.
+
+        An adapter is whole in each process, and so is its optimizer's state.
+        """
+        return self.is_sharded and isinstance(self.model, PreTrainedModel)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.has_optimizer_parts:

@@ -141,6 +141,7 @@ class LoraSettings(Settings):
     targets: Annotated[Names, Field(min_length=1)] | None = None
     experts: StrictBool = True
     expert_rank: Count | None = None
+    shared_outer: StrictBool = False
 
 
 class ShardingSettings(Settings):

@@ -48,13 +48,15 @@ class TrainingPipeline:
     """The part of one process in pipeline parallel training.
 
     Args:
-        model: The model, whole or of [`make_part`](attnres.training.parallel.pipeline_parts.make_part). It is cut in
-            place: afterwards it holds the layers of this process, and placeholders for the others.
+        model: The model, whole or of [`make_part`](attnres.training.parallel.pipeline_parts.make_part), or a PEFT model
+            around it. It is cut in place: afterwards it holds the layers of this process, and placeholders for the
+            others.
         settings: The settings of the pipeline.
         device: The device of this process.
 
     Attributes:
         model: The model of this process.
+        adapted: The PEFT model around it; `None` if all weights are trained.
         stage: p, the place of this process in its pipeline.
         replica: d, the number of its pipeline.
         replicas: D, the number of pipelines.
@@ -72,6 +74,9 @@ class TrainingPipeline:
     """
 
     def __init__(self, model: PreTrainedModel, settings: PipelineSettings, device: torch.device):
+        self.adapted: Any = None
+        if not isinstance(model, PreTrainedModel):
+            self.adapted, model = model, model.get_base_model()
         check_model(model)
         self.model, self.settings, self.device = model, settings, device
         self.layers = chunk_layers(model, settings)
@@ -149,7 +154,7 @@ class TrainingPipeline:
         """
         batches = split_batch(batch, self.settings.microbatches)
         # FSDP2 averages gradients over the pipelines, where their sum is needed.
-        scale = self.replicas if self.is_sharded else 1
+        scale = self.replicas if self.is_sharded and self.adapted is None else 1
         batches = [part | {"num_items_in_batch": num_items / scale} for part in batches]
         self._prepare(batches)
         for stage in self._stages:
@@ -206,8 +211,10 @@ class TrainingPipeline:
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sum the gradients over the pipelines, and over both ends of a tied embedding. Call it once a step."""
-        if self.replicas > 1 and not self.is_sharded:
-            parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # FSDP2 has reduced the gradients of what it shards.
+        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        parameters = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+        if self.replicas > 1 and parameters:
             # A parameter may be used in one pipeline only, such as an expert that no token of the others chose.
             used = torch.tensor([parameter.grad is not None for parameter in parameters], device=self.device).int()
             dist.all_reduce(used, group=self.replica_group)
@@ -327,6 +334,8 @@ class TrainingPipeline:
 def shard_module(module: ChunkModule, mesh: DeviceMesh) -> None:
     """Shard the parameters of a chunk among the pipelines by FSDP2: layers, embedding and head each by itself.
 
+    Adapters, which are small, stay whole.
+
     Args:
         module: The chunk.
         mesh: The processes with the same stage.
@@ -335,11 +344,13 @@ def shard_module(module: ChunkModule, mesh: DeviceMesh) -> None:
         ValueError: A module has parameters of several dtypes, which FSDP2 cannot shard together.
     """
     view = module.view
+    trained = {parameter for parameter in view.parameters() if parameter.requires_grad}
+    adapters = trained if len(trained) < len([*view.parameters()]) else set()
     # The other modules, such as norms, stay with the chunk itself. The call of a key norm returns its weight, which
     # FSDP2 would free at once if the norm were sharded by itself.
     parts = [*decoder_of(view).layers, embedding_of(view), head_of(view), module]
     for part in parts:
-        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in part.parameters()})
+        dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in {*part.parameters()} - adapters})
         if len(dtypes) > 1:
             raise ValueError(
                 f"`fsdp` of the recipe's `pipeline` cannot shard a model with parameters in {' and '.join(dtypes)}: "
@@ -349,7 +360,7 @@ def shard_module(module: ChunkModule, mesh: DeviceMesh) -> None:
         if dtypes or part is module:
             # Many micro-batches pass between the forward and the backward pass of one. If each freed the matrices, they
             # would be gathered anew for each, and a split backward pass would read freed memory.
-            fully_shard(part, mesh=mesh, reshard_after_forward=False)
+            fully_shard(part, mesh=mesh, reshard_after_forward=False, ignored_params=adapters)
 
 
 def split_batch(batch: Mapping[str, Any], parts: int) -> list[dict[str, Any]]:

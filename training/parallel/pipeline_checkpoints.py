@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_pt_utils import safe_globals
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..checkpoints import cannot_resume, check_size
 from .pipeline import TrainingPipeline
@@ -62,6 +62,53 @@ def save_parts(pipeline: TrainingPipeline, folder: Path, is_checkpoint: bool) ->
                 save_file(part, folder / _part(pipeline.stage, number), metadata={"format": "pt"})
         _name_parts(pipeline, folder)
     dist.barrier()
+
+
+def save_adapter(pipeline: TrainingPipeline, folder: Path) -> None:
+    """Write the adapter into a folder, in PEFT's format. All processes call it together, and the first one writes it.
+
+    Args:
+        pipeline: The part of this process, whose model has adapters.
+        folder: The folder, which all processes see.
+
+    Raises:
+        OSError, SafetensorError: A file cannot be written.
+    """
+    from peft import get_peft_model_state_dict  # here, since `peft` comes with an extra
+
+    if pipeline.replica == 0:
+        tensors = {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(pipeline.adapted).items()}
+        if pipeline.stage > 0:
+            save_file(tensors, folder / _part(pipeline.stage, 0))
+        dist.barrier(pipeline.group)
+        if pipeline.stage == 0:
+            pipeline.adapted.save_pretrained(folder)  # with the configuration
+            for path in sorted(folder.glob(".part-*.safetensors")):
+                tensors |= load_file(path)
+                path.unlink()
+            save_file(tensors, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    dist.barrier()
+
+
+def load_adapter_part(pipeline: TrainingPipeline, folder: Path) -> None:
+    """Read the adapters of this process's layers from a checkpoint.
+
+    Args:
+        pipeline: The part of this process, whose model has adapters.
+        folder: A folder that [`save_adapter`] has written.
+
+    Raises:
+        OSError, SafetensorError: The file cannot be read.
+        ValueError: The checkpoint lacks a tensor.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    path = folder / ADAPTER_SAFE_WEIGHTS_NAME
+    names = get_peft_model_state_dict(pipeline.adapted).keys()
+    with safe_open(path, "pt") as file:
+        if missing := sorted(names - {*file.keys()}):
+            raise cannot_resume(f"{path} lacks {missing[0]}", folder)
+        set_peft_model_state_dict(pipeline.adapted, {name: file.get_tensor(name) for name in names})
 
 
 def _part(stage: int, number: int) -> str:
@@ -162,4 +209,4 @@ def load_random_state(path: Path) -> None:
     torch.random.set_rng_state(state["cpu"])
 
 
-__all__ = ["load_part", "load_random_state", "load_schedule", "save_parts"]
+__all__ = ["load_adapter_part", "load_part", "load_random_state", "load_schedule", "save_adapter", "save_parts"]

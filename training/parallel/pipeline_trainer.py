@@ -27,7 +27,14 @@ from ..callbacks import ExpertBalance, Monitor
 from ..recipe import Recipe
 from ..trainer import AttnResTrainer
 from .pipeline import TrainingPipeline
-from .pipeline_checkpoints import load_part, load_random_state, load_schedule, save_parts
+from .pipeline_checkpoints import (
+    load_adapter_part,
+    load_part,
+    load_random_state,
+    load_schedule,
+    save_adapter,
+    save_parts,
+)
 
 
 class PipelineBalance(ExpertBalance):
@@ -197,20 +204,31 @@ class PipelineTrainer(AttnResTrainer):
         return True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, each process its part; all processes call it together."""
+        """Write the model, each process its part, or the adapter; all processes call it together."""
         folder = Path(output_dir or self.args.output_dir or "")
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
         self.accelerator.wait_for_everyone()
-        save_parts(self.pipeline, folder, is_checkpoint=self._saving_in is not None)
+        if self.pipeline.adapted is not None:
+            save_adapter(self.pipeline, folder)
+        else:
+            save_parts(self.pipeline, folder, is_checkpoint=self._saving_in is not None)
         if self.args.should_save:
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        load_part(self.pipeline, Path(resume_from_checkpoint))
+        self._load_best_weights(Path(resume_from_checkpoint))
 
     def _load_best_weights(self, folder: Path) -> None:
-        load_part(self.pipeline, folder)
+        load = load_part if self.pipeline.adapted is None else load_adapter_part
+        load(self.pipeline, folder)
+
+    def merge_adapter(self) -> None:
+        """Merge the trained adapter into the layers of this process; see the base class."""
+        from ..lora import merge_adapters
+
+        merge_adapters(self.pipeline.adapted)  # in place
+        self.pipeline.adapted = None
 
     def _load_schedule(self, path: Path) -> None:
         load_schedule(self.lr_scheduler, path)  # pyrefly: ignore[bad-argument-type]  # made before the first step

@@ -1,0 +1,101 @@
+"""Adapters of Kimi K3's routed experts: without a copy of the stacked weights, and with shared outer factors."""
+
+import copy
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.tuners.lora import ParamWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from attnres.configuration import load
+from attnres.training.lora import add_adapters, load_adapter, merge_adapters
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("kimi-k3")
+    AutoModelForCausalLM.from_config(load("attnres-k3-tiny", num_hidden_layers=4, vocab_size=99)).save_pretrained(path)
+    return path
+
+
+def base_of(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def adapted_of(folder, **options):
+    """Return the model with an adapter that has been moved off its start."""
+    torch.manual_seed(1)
+    adapted = add_adapters(base_of(folder), rank=4, **options)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return adapted.eval()
+
+
+IDS = torch.arange(3, 51).view(2, 24)
+
+
+@pytest.mark.parametrize("shared_outer", [False, True])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_peft_alone_reads_the_saved_adapter_and_computes_the_same(folder, tmp_path, shared_outer, implementation):
+    adapted = adapted_of(folder, shared_outer=shared_outer)
+    adapted.set_experts_implementation(implementation)
+    with torch.no_grad():
+        expected, plain = adapted(IDS).logits, base_of(folder)(IDS).logits
+    assert (expected - plain).abs().max() > 0.05 * plain.abs().max()
+    adapted.save_pretrained(tmp_path)
+    by_peft = PeftModel.from_pretrained(base_of(folder), tmp_path)
+    wrappers = [module for module in by_peft.modules() if isinstance(module, ParamWrapper)]
+    assert wrappers and {type(module) for module in wrappers} == {ParamWrapper}
+    merged = merge_adapters(copy.deepcopy(adapted))
+    for model in (by_peft, load_adapter(base_of(folder), tmp_path), merged):
+        with torch.no_grad():
+            assert (model(IDS).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_gradients_are_those_of_peft(folder, tmp_path):
+    adapted = adapted_of(folder)
+    adapted.save_pretrained(tmp_path)
+    by_peft = PeftModel.from_pretrained(base_of(folder), tmp_path, is_trainable=True)
+    for model in (adapted, by_peft):
+        model(IDS, labels=IDS).loss.backward()
+    expected = {name: parameter.grad for name, parameter in by_peft.named_parameters()}
+    for name, parameter in adapted.named_parameters():
+        assert (parameter.grad is None) == (expected[name] is None)
+        if parameter.grad is not None:
+            assert (parameter.grad - expected[name]).abs().max() <= 1e-4 * expected[name].abs().max() + 1e-9, name
+
+
+def test_no_copy_of_the_stacked_experts_is_made(folder):
+    adapted = adapted_of(folder)
+    experts = adapted.get_base_model().model.layers[-1].mlp.experts.get_base_layer()
+
+    stacks = {frozenset(weight.shape) for weight in experts.parameters()}
+    made = []
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.ndim == 3 and result._base is None:
+                made.append(frozenset(result.shape))
+            return result
+
+    with Shapes():
+        adapted(IDS[:, :5], labels=IDS[:, :5]).loss.backward()
+    assert made and not stacks & {*made}
+
+
+def test_the_outer_factors_are_shared(folder):
+    adapted = add_adapters(base_of(folder), rank=4, expert_rank=2, shared_outer=True)
+    experts = adapted.get_base_model().model.layers[-1].mlp.experts
+    latent, width = experts.get_base_layer().hidden_dim, experts.get_base_layer().intermediate_dim
+    down, gate_up = experts, experts.base_layer
+    shapes = [(*part["default"].weight.shape,) for part in (gate_up.lora_A, gate_up.lora_B, down.lora_A, down.lora_B)]
+    count = gate_up.num_experts
+    assert shapes == [(2, latent), (2 * width, 2 * count), (2 * count, width), (latent, 2)]
+    with pytest.raises(ValueError, match="`shared_outer` is for adapters of Kimi K3's experts"):
+        add_adapters(base_of(folder), shared_outer=True, experts=False)

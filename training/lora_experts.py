@@ -1,0 +1,196 @@
+"""Adapters of Kimi K3's routed experts, computed for the chosen experts alone.
+
+    y = W_e x + (alpha / rank) B_e (A_e x)        for each token that the router sends to expert e
+
+PEFT adds `B A` to the stacked weights of all experts in every forward pass, which takes the memory of one more copy of
+them, and needs weights that are not packed. The classes here leave the weights alone. Their tensors have PEFT's names
+and shapes in a state dict, so PEFT by itself reads the same files.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnres.kimi_k3_attnres import KimiK3Experts, KimiK3PackedExperts
+from attnres.utils.extras import require_extra
+
+with require_extra("train"):
+    from peft import LoraConfig
+    from peft.tuners import lora
+
+EXPERTS = (KimiK3Experts, KimiK3PackedExperts)
+STACKS = ("gate_up_proj", "down_proj")  # the stacked weights of experts; PEFT nests their wrappers in this order
+
+
+class ParamWrapper(lora.ParamWrapper):
+    """The adapter of one stacked weight of the experts.
+
+    The class has the name of PEFT's, because PEFT recognises wrappers of parameters by the name of their class.
+
+    Attributes:
+        first_expert: The number of the first expert that this process holds; not 0 with expert parallelism.
+    """
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        """Make the tensors of an adapter, as PEFT calls it."""
+        experts = self.get_base_layer()
+        # The stack has the experts of all processes.
+        is_split = experts.num_experts < self.num_experts
+        mesh: Any = _stored(experts).device_mesh["ep"] if is_split else None
+        self.first_expert = mesh.get_local_rank() * experts.num_experts if is_split else 0
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Move an adapter to the device of the experts, as PEFT calls it."""
+        for part in (self.lora_A, self.lora_B):
+            part[adapter_name].to(_stored(self.get_base_layer()).device)
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Generator[None]:
+        """Add the adapters to the products of the experts while the block runs."""
+        experts = self.get_base_layer()
+        # The other implementations multiply the stacked weights without asking for a product of one expert, so the
+        # adapter would have no effect. The configuration of the experts is their own copy.
+        if hasattr(experts, "config"):  # packed experts have the loop alone
+            experts.config._experts_implementation = "eager"
+        factors = [self._factors(adapter) for adapter in active_adapters if adapter in self.lora_A]
+        project, is_outermost = experts.project, "project" not in vars(experts)
+
+        def project_with_adapters(name: str, expert: int, x: Tensor) -> Tensor:
+            result = project(name, expert, x)
+            for a, b, scaling in factors if name == self.parameter_name else ():
+                inner = F.linear(x.to(a[0].dtype), a[self.first_expert + expert])
+                result = result + (scaling * F.linear(inner, b[self.first_expert + expert])).to(result.dtype)
+            return result
+
+        experts.project = project_with_adapters
+        try:
+            yield
+        finally:
+            if is_outermost:
+                del experts.project  # the method of the class is left
+            else:
+                experts.project = project
+
+    def _factors(self, adapter: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], float]:
+        """Return the matrices A `[rank, in]` and B `[out, rank]` of all experts, and the factor of their product.
+
+        All at once: the gradient of each single expert's part would have the size of the whole tensor.
+        """
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        a = a.view(self.num_experts, -1, a.shape[1]).unbind(0)
+        return a, b.view(b.shape[0], -1, self.num_experts).unbind(-1), self.scaling[adapter]
+
+
+class SharedOuterWrapper(ParamWrapper):
+    """The adapter of one stacked weight, whose outer factor all experts share.
+
+    That is A of the first projection, which reads the latent space, and B of the second one, which writes to it. In a
+    state dict the factor stands once for each expert, as PEFT has it.
+    """
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
+        """Make the tensors of an adapter, as PEFT calls it: A by Xavier's rule, and B zero."""
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+        a, b = self.lora_A[adapter_name], self.lora_B[adapter_name]
+        shared = a if self._shares_a else b
+        part = a.weight[:r] if self._shares_a else b.weight[:, :r]
+        shared.weight = nn.Parameter(part.detach().clone(), requires_grad=shared.weight.requires_grad)
+        for matrix in a.weight.detach().split(r):
+            nn.init.xavier_uniform_(matrix)
+        if not getattr(self, "_expands", False):
+            self._expands = True
+            self.register_state_dict_post_hook(_expand)
+            self.register_load_state_dict_pre_hook(_contract)
+
+    @property
+    def _shares_a(self) -> bool:
+        return self.parameter_name == STACKS[0]
+
+    def _factors(self, adapter: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], float]:
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        if self._shares_a:
+            b = b.view(b.shape[0], -1, self.num_experts).unbind(-1)
+            return (a,) * self.num_experts, b, self.scaling[adapter]
+        a = a.view(self.num_experts, -1, a.shape[1]).unbind(0)
+        return a, (b,) * self.num_experts, self.scaling[adapter]
+
+    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what merging adds to the stacked weight, as PEFT calls it."""
+        a, b, scaling = self._factors(adapter_name)
+        param = self.get_param()
+        return (scaling * torch.stack(b) @ torch.stack(a)).to(param.device, param.dtype)
+
+    def shared_names(self, prefix: str) -> Generator[str]:
+        """Yield the names of the shared factors in a state dict.
+
+        Args:
+            prefix: The name of this module there, with a dot at its end.
+        """
+        part = "lora_A" if self._shares_a else "lora_B"
+        for adapter in getattr(self, part):
+            yield f"{prefix}{part}.{adapter}.weight"
+
+
+def _stored(experts: nn.Module) -> nn.Parameter:
+    """Return a parameter of the experts that is stored, which the place-holder of a packed weight is not."""
+    parameters = [*experts.parameters()]
+    return next((parameter for parameter in parameters if not parameter.is_meta), parameters[0])
+
+
+def _expand(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    """Repeat the shared factors in a state dict for each expert."""
+    for name in module.shared_names(prefix):
+        if name in tensors:
+            # A has the experts outside `[experts, rank, in]`, and B inside `[out, rank, experts]`.
+            times = module.num_experts
+            tensor = tensors[name]
+            tensors[name] = tensor.repeat(times, 1) if module._shares_a else tensor.repeat_interleave(times, 1)
+
+
+def _contract(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """Take the shared factors of a state dict from their first copy."""
+    for name in module.shared_names(prefix):
+        if name in tensors:
+            tensor, times = tensors[name], module.num_experts
+            tensors[name] = tensor[: len(tensor) // times] if module._shares_a else tensor[:, ::times]
+
+
+# PEFT finds a wrapper among several by the name of its class.
+SharedOuterWrapper.__name__ = ParamWrapper.__name__
+
+
+@contextmanager
+def packed_stacks(model: nn.Module) -> Generator[None]:
+    """Give packed experts a place-holder for each stacked weight while PEFT looks for what it adapts.
+
+    Args:
+        model: The base model.
+    """
+    packed = [module for module in model.modules() if isinstance(module, KimiK3PackedExperts)]
+    for experts in packed:
+        count, hidden, width = len(_stored(experts)), experts.hidden_dim, experts.intermediate_dim
+        for name, shape in zip(STACKS, ((count, 2 * width, hidden), (count, hidden, width)), strict=True):
+            stack = nn.Parameter(torch.empty(shape, device="meta", dtype=torch.bfloat16), requires_grad=False)
+            experts.register_parameter(name, stack)
+    try:
+        yield
+    finally:
+        for experts in packed:
+            for name in STACKS:
+                delattr(experts, name)
+
+
+def use_wrappers(config: LoraConfig, shared_outer: bool = False) -> None:
+    """Make PEFT use the wrappers of this file for Kimi K3's experts.
+
+    Args:
+        config: The configuration of the adapter.
+        shared_outer: Whether experts share the outer factors.
+    """
+    wrapper = SharedOuterWrapper if shared_outer else ParamWrapper
+    config._register_custom_module(dict.fromkeys(EXPERTS, wrapper))
