@@ -10,7 +10,8 @@ import typer
 
 from attnres.checkpoints.source import ModelSource
 from attnres.utils.declared import declared_connections
-from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
+from attnres.utils.files import check_space
+from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL, weight_bytes
 from attnres.utils.wording import did_you_mean
 
 from .choices import Debug, Imports, check_out
@@ -174,6 +175,8 @@ def convert(
             if folder.is_relative_to(result) or result.is_relative_to(folder):
                 raise ValueError(f"{target} and {name} lie in each other. Choose another directory for the result.")
     check_out(target, WRITTEN_MODEL, overwrite, "DST")
+    if to is None and not hard_link and not parts and Path(source).is_dir():
+        check_space(target.absolute().parent, weight_bytes(Path(source)))  # before the seconds that imports take
     with loading():
         from attnres.conversion.convert import prepare_change, prepare_retrofit, prepare_standard
 

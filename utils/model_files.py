@@ -60,6 +60,12 @@ _MODEL_PATTERNS = (
 )
 
 
+def weight_bytes(folder: Path) -> int:
+    """Return the size of a model's weights in safetensors, by its index and the sizes of files."""
+    files = (folder / name for name in _shards(folder) or {"model.safetensors"})
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def _shards(folder: Path) -> set[str]:
     """Return the files of weights that the index of a model names; none if there is no index or it is damaged."""
     if not (folder / _INDEX).is_file():  # a named pipe would never end
@@ -134,4 +140,5 @@ __all__ = [
     "WRITTEN_ADAPTER",
     "WRITTEN_DEMO",
     "WRITTEN_MODEL",
+    "weight_bytes",
 ]
