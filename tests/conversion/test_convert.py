@@ -402,6 +402,7 @@ def test_pickled_weights_are_rewritten(tmp_path, num_files, is_old, is_tied):
     assert weights == set(json.loads((tmp_path / "result" / INDEX).read_text())["weight_map"].values())
 
 
+@pytest.mark.slow
 def test_a_pickled_retrofit_is_undone_and_regrouped(whole, tmp_path, num_files):
     convert_well(whole, tmp_path / "first")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")

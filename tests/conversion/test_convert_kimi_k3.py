@@ -340,6 +340,7 @@ def test_code_of_a_release_lies_at_the_top_level_again(source, tmp_path):
     assert not (tmp_path / "again" / "source_code").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["composite", "text"])
 def test_a_release_without_experts_gets_the_fields_that_llama_cpp_takes_and_goes_back_byte_for_byte(tmp_path, layout):
     """Its own fields may be those of a model with experts, where they have no effect."""

@@ -71,6 +71,7 @@ def mean_loss(model: PreTrainedModel, stories: list[torch.Tensor]) -> float:
     return sum(losses) / sum(len(s) - 1 for s in stories)
 
 
+@pytest.mark.slow
 def test_the_loss_on_stories_is_the_same(assets, source, models):
     tokenizer = AutoTokenizer.from_pretrained(source)
     text = (assets / "corpora" / "tinystories" / "valid.txt").read_text(encoding="utf-8")

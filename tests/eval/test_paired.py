@@ -33,6 +33,7 @@ def test_the_p_value_is_the_probability_of_a_split_at_least_as_uneven(wins, loss
     assert compare_pairs(*zip(*scores)).p_value == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, second, agreement", [(0.5, 0.5, 0.9), (0.3, 0.25, 0.5), (0.02, 0.01, 0.2)])
 def test_95_of_100_intervals_hold_the_true_difference(first, second, agreement):
     """`agreement` is the share of items on which both models draw the same random number."""

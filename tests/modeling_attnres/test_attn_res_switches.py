@@ -144,13 +144,14 @@ def test_every_switch_changes_reads_and_without_switches_the_plain_class_is_used
 
 @pytest.mark.parametrize(("switches", "block_size"), each_once(SEVERAL, [3, 1]), ids=text)
 def test_derivatives_of_a_chain_of_reads_and_writes_equal_finite_differences(backbones, switches, block_size):
-    fields = {"attn_res_block_size": block_size, "hidden_size": 8, "num_hidden_layers": 2, **named(switches)}
+    width = max(4, switches.get("heads", 1))
+    fields = {"attn_res_block_size": block_size, "hidden_size": width, "num_hidden_layers": 2, **named(switches)}
     config = backbones.member_config("llama", **fields)
     connections = [SwitchedAttnRes(config, sublayer).double() for sublayer in range(5)]
-    norm = ResidualNorm(8).double()() if connections[0].has_norm else None
+    norm = ResidualNorm(width).double()() if connections[0].has_norm else None
     new = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64}
     own = [torch.randn(p.shape, **new).requires_grad_() for c in connections for p in c.parameters()]
-    embedding = torch.randn(1, 1, 8, **new).requires_grad_()
+    embedding = torch.randn(1, 1, width, **new).requires_grad_()
 
     def chain(embedding: Tensor, *tensors: Tensor) -> Tensor:
         state, inputs, tensors = embedding, [], list(tensors)

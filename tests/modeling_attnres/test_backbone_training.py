@@ -151,9 +151,8 @@ def two_layers(case: str) -> dict:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "case", [case if case == "llama" else pytest.param(case, marks=pytest.mark.slow) for case in FORMS]
-)
+@pytest.mark.slow
+@every_form
 def test_forward_compiles_to_one_graph(backbones, compiled, case):
     model, token_ids = backbones.build_member(case, **two_layers(case)), backbones.token_ids()
     expected = model(token_ids).logits

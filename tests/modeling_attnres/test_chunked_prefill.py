@@ -62,7 +62,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_one_pass(model, padding):
         assert_same(generate(model, prompts(*padding), chunk, **options), expected)
 
 
-@pytest.mark.parametrize("backbone", ["llama", "kimi_linear"])
+@pytest.mark.parametrize("backbone", ["llama", pytest.param("kimi_linear", marks=pytest.mark.slow)])
 def test_the_block_states_of_a_chunk_are_all_that_a_prompt_in_chunks_holds(backbone):
     """Compared with the residual stream, which holds one tensor in the place of the blocks, and the same cache."""
     length, chunk, blocks = 96, 16, 4  # before the last of 5 layers, whose blocks have 2 sublayers
