@@ -354,7 +354,7 @@ def test_the_harness_alone_gives_the_same_scores(models, assets, evaluated, tmp_
         "--limit",
         LIMIT,
     ]
-    arguments += ["--include_path", task_path(), "--tasks", "attnres_arc_challenge,attnres_gsm8k"]
+    arguments += ["--include_path", task_path(), "--tasks", "attnres_arc_challenge,attnres_gsm8k,attnres_cmath"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     arguments += ["--output_path", tmp_path / "out", "--batch_size", 8, "--gen_kwargs", "max_gen_toks=256"]
     command = [sys.executable, "-m", "lm_eval", "run", *map(str, arguments)]
@@ -365,6 +365,6 @@ def test_the_harness_alone_gives_the_same_scores(models, assets, evaluated, tmp_
     (path,) = (tmp_path / "out").rglob("results_*.json")
     harness_results = json.loads(path.read_text())["results"]
     our_results = json.loads((evaluated / "baseline.json").read_text())["results"]
-    for name in ("attnres_arc_challenge", "attnres_gsm8k"):
+    for name in ("attnres_arc_challenge", "attnres_gsm8k", "attnres_cmath"):
         metric = benchmarks()[name.removeprefix("attnres_")].metric
         assert harness_results[name][metric] == our_results[name][metric]

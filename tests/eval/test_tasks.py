@@ -241,18 +241,3 @@ def test_prompts_are_the_same_in_every_process_and_order(hub, synthetic_hub):
         hashes.append(json.loads(done.stdout.splitlines()[-1]))
     assert hashes[0].keys() == set(names)
     assert hashes[0] == hashes[1]
-
-
-@pytest.mark.slow
-def test_the_harness_alone_runs_the_tasks(hub, tmp_path):
-    """Run `lm_eval run` from a folder that holds the data sets as `ORG/NAME`."""
-    command = [sys.executable, "-m", "lm_eval", "run", "--model", "dummy", "--include_path", task_path()]
-    command += ["--tasks", "attnres_gsm8k,attnres_cmath,attnres_arc_challenge", "--limit", "2"]
-    command += ["--output_path", tmp_path / "out"]
-    offline = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=hub, env=offline, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (results,) = (tmp_path / "out").rglob("results_*.json")
-    groups = json.loads(results.read_text())["groups"]
-    for name in ("gsm8k", "cmath", "arc_challenge"):
-        assert benchmarks()[name].metric in groups[f"attnres_{name}"]
