@@ -46,9 +46,10 @@ from attnres.utils.progress import ProgressBar, status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
+from .prepare import open_tokenizer
 from .recipe import read_recipe
 from .run_folder import MODEL
-from .text import DemoText, open_tokenizer, read_demo_text, train_tokenizer
+from .text import DemoText, read_demo_text, train_tokenizer
 from .train import run_train
 
 STANDARD, ATTN_RES = "standard", "Block AttnRes"

@@ -24,7 +24,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 from attnres import ResidualConfig
 from attnres.checkpoints.generation_settings import check_generation_saving
 from attnres.checkpoints.kimi_k3 import is_packed
-from attnres.checkpoints.source import SPECIAL_TOKENS
+from attnres.checkpoints.source import SPECIAL_TOKENS, ModelSource
 from attnres.checkpoints.whole import Part, check_memory
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
@@ -37,7 +37,6 @@ from .parallel.pipeline_parts import make_part, part_of
 from .parallel.sharding import check_fsdp2, load_sharded
 from .recipe import Recipe
 from .run_folder import START
-from .text import open_tokenizer
 
 SHORTEST_CURVE = 10  # points of the training loss, if `epochs` shortens the run
 
@@ -132,8 +131,7 @@ def prepare_source(recipe: Recipe, name: str) -> tuple[PreTrainedTokenizerBase, 
     """
     source, remedy = recipe.source, "" if recipe.tokenizer else "name one by tokenizer=DIR"
     if not source.is_named:
-        # First, since `transformers` reads the configuration for the tokenizer too.
-        check_model(recipe, name)
+        check_model(recipe, name)  # first, since `transformers` reads the configuration for the tokenizer too
     tokenizer = open_tokenizer(recipe.tokenizer or recipe.model, remedy, recipe.trust_remote_code)
     if not source.is_named:
         return tokenizer, None
@@ -141,6 +139,30 @@ def prepare_source(recipe: Recipe, name: str) -> tuple[PreTrainedTokenizerBase, 
     config = source.config(**special | {"vocab_size": len(tokenizer)} | recipe.config)
     check_training_memory(recipe, config)
     return tokenizer, config
+
+
+def open_tokenizer(name: str, remedy: str = "", trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer to train with.
+
+    Args:
+        name: The folder or Hub id of the tokenizer.
+        remedy: The end of the error message, which says how to name another tokenizer.
+        trust_remote_code: Whether to run Python code that comes with the tokenizer.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        FileNotFoundError: The tokenizer cannot be found or read.
+        ValueError: The tokenizer does not load, or has no end-of-text token.
+    """
+    tokenizer = ModelSource(name).tokenizer(remedy, trust_remote_code)
+    if not trust_remote_code:
+        # Code that came with the tokenizer was not run, so the saved tokenizer must not refer to it.
+        tokenizer.init_kwargs.pop("auto_map", None)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {name} has no end-of-text token; set its `eos_token`.")
+    return tokenizer
 
 
 def check_model(recipe: Recipe, name: str) -> None:
@@ -336,6 +358,7 @@ __all__ = [
     "build_model",
     "check_model",
     "check_training_memory",
+    "open_tokenizer",
     "prepare_arguments",
     "prepare_model",
     "prepare_source",

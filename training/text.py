@@ -1,4 +1,4 @@
-"""Tokenizers to train with, and text for small runs: the sources of the Python installation, or a file.
+"""Text for small runs, the sources of the Python installation or a file, and a tokenizer that is trained on it.
 
 The demo needs no network: it trains its own tokenizer on these sources.
 """
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from attnres.checkpoints.source import ModelSource
 from attnres.utils.wording import counted
 
 from .data.loaders import END_OF_TEXT, TEXT_COLUMN, load_text
@@ -118,30 +117,6 @@ def read_demo_text(path: Path | None) -> DemoText:
     if len(prompt) > PROMPT_CHARACTERS:
         prompt = prompt.rpartition(" ")[0] or prompt[:-1]
     return DemoText(str(path), train, held_out, prompt)
-
-
-def open_tokenizer(name: str, remedy: str = "", trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a tokenizer to train with.
-
-    Args:
-        name: The folder or Hub id of the tokenizer.
-        remedy: The end of the error message, which says how to name another tokenizer.
-        trust_remote_code: Whether to run Python code that comes with the tokenizer.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        FileNotFoundError: The tokenizer cannot be found or read.
-        ValueError: The tokenizer does not load, or has no end-of-text token.
-    """
-    tokenizer = ModelSource(name).tokenizer(remedy, trust_remote_code)
-    if not trust_remote_code:
-        # Code that came with the tokenizer was not run, so the saved tokenizer must not refer to it.
-        tokenizer.init_kwargs.pop("auto_map", None)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {name} has no end-of-text token; set its `eos_token`.")
-    return tokenizer
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

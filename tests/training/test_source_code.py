@@ -5,9 +5,8 @@ import json
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from attnres.training.prepare import build_model
+from attnres.training.prepare import build_model, open_tokenizer
 from attnres.training.recipe import Recipe
-from attnres.training.text import open_tokenizer
 
 from ..conversion.checkpoints import change_json, save_tokenizer, standard_model
 
