@@ -3,7 +3,8 @@
     python kimi_release_session.py INPUT OUT
 
 INPUT is a JSON file with `folder` (a release), `texts`, and `conversations`: lists of messages with options of the chat
-format. OUT gets the `ids` of each text and the `rendered` text of each conversation, None if the code refuses it.
+format. OUT gets the `ids` of each text, and the `rendered` text and `chat_ids` of each conversation, None if the code
+refuses it.
 """
 
 import json
@@ -27,14 +28,19 @@ def main(source: Path, out: Path) -> None:
     fields = {name: config[name] for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     tokenizer = TikTokenTokenizer(f"{given['folder']}/tiktoken.model", added_tokens_decoder=tokens, **fields)
 
-    def render(messages: list, options: dict) -> str | None:
+    def segments_of(messages: list, options: dict) -> list | None:
         try:
-            return "".join(segment.text for segment in build_chat_segments(messages, **options))
+            return build_chat_segments(messages, **{"thinking_effort": "max"} | options)
         except (KeyError, TypeError, ValueError, AssertionError):
             return None
 
-    rendered = [render(messages, {"thinking_effort": "max"} | options) for messages, options in given["conversations"]]
-    out.write_text(json.dumps({"ids": [tokenizer.encode(text) for text in given["texts"]], "rendered": rendered}))
+    chats = [segments_of(*conversation) for conversation in given["conversations"]]
+    seen = {
+        "ids": [tokenizer.encode(text) for text in given["texts"]],
+        "rendered": [None if chat is None else "".join(segment.text for segment in chat) for chat in chats],
+        "chat_ids": [None if chat is None else tokenizer._encode_chat_segments(chat) for chat in chats],
+    }
+    out.write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from attnres.checkpoints.kimi_tokenizer import K3_CHAT_TEMPLATE
 from attnres.checkpoints.tokenizers import load_tokenizer
+from attnres.training.data.chat import encode_chat
 
 from ..checkpoints.kimi_release import train_vocabulary, write_tokenizer
 
@@ -25,7 +27,21 @@ RANGES = (
     *((0xFF00, 0xFFF0), (0x10000, 0x10100), (0x1D400, 0x1D800), (0x1F300, 0x1FAFF), (0x20000, 0x20100)),
 )
 BETWEEN = (" ", "\n", "\r\n", "  ", "\t", "'s", "'S", "'\u017f", "'LL", "\x85", "\xa0", "\u2028", "\x1c", "<|sep|>")
-WORDS = ("hi", "a & b", 'say "x"', "<|open|>", " lead", "trail ", "\n\nx\n", "日本", "<tag>&amp;", "{{ x }}", "", "é")
+WORDS = (
+    "hi",
+    "a & b",
+    'say "x"',
+    "<|open|>",
+    " lead",
+    "trail ",
+    "\n\nx\n",
+    "日本",
+    "<tag>&amp;",
+    "{{ x }}",
+    "",
+    "é",
+    "_k",
+)
 SCHEMAS: tuple[Any, ...] = (
     *("json_object", {"type": "json_object"}, {"type": "text"}),
     *({"type": "json_schema", "json_schema": schema} for schema in ({"schema": {"b": 1, "a": 2}}, {"b": {"d": 1}})),
@@ -152,3 +168,28 @@ def test_ids_and_chats_are_those_of_the_released_code(given, folder, released):
     assert sum(text is not None for text in rendered) > 1000
     differ = [i for i, pair in enumerate(zip(rendered, released["rendered"], strict=True)) if pair[0] != pair[1]]
     assert [given["conversations"][i] for i in differ] == []
+    # Conversations as `train sft` encodes them, which has no options of the format but tools.
+    encode = encode_chat(tokenizer)
+    equal = 0
+    for (messages, options), theirs in zip(given["conversations"], released["chat_ids"], strict=True):
+        if theirs is None or options.keys() - {"add_generation_prompt", "thinking", "tools"}:
+            continue
+        if options["add_generation_prompt"] or not options["thinking"]:
+            continue
+        try:
+            ours = encode({"messages": messages, "tools": options.get("tools")})["input_ids"]
+        except ValueError:  # no turn of the assistant, or it comes first
+            continue
+        assert ours == theirs or has_joined_text(messages), messages
+        equal += ours == theirs
+    assert equal > 20
+
+
+def has_joined_text(messages: list[dict]) -> bool:
+    """Return whether a name or the parts of a message may join the text beside them, as the guide says."""
+    names = [message[key] for message in messages for key in ("name", "tool") if message.get(key)]
+    for call in (call for message in messages for call in message.get("tool_calls") or []):
+        function = call.get("function", call)
+        names += [function["name"], *(function.get("arguments") or {})]
+    in_parts = any(isinstance(message["content"], list) and len(message["content"]) > 1 for message in messages)
+    return in_parts or any(re.search(r"^[^\w ]|^_|[^\w]$|_$", name) for name in names)
