@@ -171,11 +171,10 @@ class Rewriting:
                 owner.pop("quantization_config", None)
         elif not (text.get("quantization_config") or fields.get("quantization_config")):
             text["quantization_config"] = deepcopy(QUANTIZATION)
-        dtype = self.model.config.dtype
-        if self.parts is not None and dtype != self.parts.config.dtype:
+        if self.parts is not None and self.parts.config.dtype not in (None, self.model.config.dtype):
             for owner in (fields, text):
-                names = {"dtype", "torch_dtype"} & owner.keys() or ({"dtype"} if owner is fields else ())
-                owner.update(dict.fromkeys(names, str(dtype).removeprefix("torch.")))
+                for name in {"dtype", "torch_dtype"} & owner.keys():
+                    owner[name] = str(self.model.config.dtype).removeprefix("torch.")
         return fields
 
     def _tensors_of(self, shard: Shard) -> Iterator[_Written]:
@@ -354,10 +353,14 @@ def _check_is_of(model: Checkpoint, parts: Checkpoint) -> None:
                 f"{model.name} was not trained from {parts.name}: `{name}` is {fields.get(name)!r} there, and "
                 f"{released.get(name)!r} in {parts.name}. Give the release that it was trained from."
             )
-    vocabularies = [
-        checkpoint.tokenizer.get_vocab() for checkpoint in (model, parts) if checkpoint.tokenizer is not None
-    ]
-    if any(vocabulary != vocabularies[0] for vocabulary in vocabularies):
+    if (tokenizer := model.tokenizer) is None:
+        return
+    if (released_tokenizer := parts.tokenizer) is None:
+        raise ValueError(
+            f"{parts.name} has no tokenizer that loads here, but {model.name} has one. Copy the tokenizer files of the "
+            f"release into {parts.name}."
+        )
+    if tokenizer.get_vocab() != released_tokenizer.get_vocab():
         raise ValueError(
             f"{model.name} was not trained from {parts.name}: their tokenizers have other tokens. Give the release "
             "that it was trained from."

@@ -105,6 +105,22 @@ def test_an_untuned_model_becomes_the_release_byte_for_byte(folders, tmp_path):
     assert_same_files(folders / "release", tmp_path / "again", "[cmp]*[!y]")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["composite", "text"])
+def test_a_release_that_was_converted_gives_its_parts_too(folders, tmp_path, layout):
+    fields = release.text_fields(quantization_config=release.QUANTIZATION)
+    packed, _ = release.pack_experts(release.random_tensors(release.text_fields()))
+    source = release.write(tmp_path / "source", fields, packed, layout=layout, vision=layout == "composite")
+    convert_well(source, tmp_path / "converted", "--no-verify")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype="auto").save_pretrained(tmp_path / "text")
+    for parts in (source, tmp_path / "converted"):
+        target = tmp_path / f"whole {parts.name}"
+        convert_well(tmp_path / "text", target, "--with-parts", parts, "--no-verify")
+        convert_well(target, tmp_path / f"again {parts.name}", "--to", "released", "--no-verify")
+        assert_same_files(source, tmp_path / f"again {parts.name}", "config.json")
+        assert changed_tensors(source, tmp_path / f"again {parts.name}") == set()
+
+
 def test_a_tuned_model_keeps_the_bytes_of_all_that_was_not_trained(folders, tmp_path):
     options = ("--with-parts", folders / "release", "--pack-experts")
     run = convert_well(folders / "tuned", tmp_path / "whole", *options)
@@ -230,6 +246,10 @@ def give_other_tokenizers(folder: Path) -> None:
     write_tokenizer(train_vocabulary(["a text of another model"], 300), folder)
 
 
+def give_the_model_a_tokenizer(folder: Path) -> None:
+    save_tokenizer(folder.parent / "source")
+
+
 def become_llama(folder: Path) -> None:
     shutil.rmtree(folder)
     standard_model().save_pretrained(folder)
@@ -243,6 +263,7 @@ def become_llama(folder: Path) -> None:
         (other_fields(hidden_size=32), "`hidden_size` is 64 there, and 32 in"),
         (set_field("routed_scaling_factor", 1.0), "`routed_scaling_factor` is 1.7 there, and 1.0 in"),
         (give_other_tokenizers, "their tokenizers have other tokens"),
+        (give_the_model_a_tokenizer, "has no tokenizer that loads here, but"),
         (become_llama, "--with-parts belongs to Kimi K3, but"),
         (truncate, "truncated or damaged"),
         (
