@@ -309,7 +309,7 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     return model
 
 
-def _packed_if_frozen(recipe: Recipe) -> dict[str, bool]:
+def _packed_if_frozen(recipe: Recipe) -> dict[str, Any]:
     """Return the field by which packed experts stay packed where only adapters are trained."""
     with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
         checkpoint = recipe.source.checkpoint

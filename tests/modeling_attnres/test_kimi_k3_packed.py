@@ -22,6 +22,7 @@ from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.kimi_k3_attnres import KimiK3PackedExperts
 from attnres.kimi_k3_packed_attnres import MXFP4, NVFP4, PACKINGS, packed_linear
 
+from .. import forks
 from . import kimi_k3_release as release
 
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -294,26 +295,6 @@ def test_compiled_experts_compute_the_same(source):
         results.append((result, x.grad))
     for ours, expected in zip(results[1], results[0]):
         torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.slow
-def test_saved_code_keeps_experts_packed_without_the_package(source, tmp_path):
-    model = load(source)
-    model.save_pretrained(tmp_path / "saved")
-    torch.save(model(IDS).logits, tmp_path / "logits.pt")
-    code = (
-        "import sys, torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "options = {'trust_remote_code': True, 'packed_experts': True}\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1] + '/saved', **options)\n"
-        "assert model.model.layers[1].mlp.experts.gate_up_proj_packed.dtype is torch.uint8\n"
-        "assert 'attnres' not in sys.modules\n"
-        "logits = model(torch.tensor(eval(sys.argv[2]))).logits\n"
-        "assert torch.equal(logits, torch.load(sys.argv[1] + '/logits.pt'))\n"
-    )
-    hidden = without_attnres.environment(tmp_path) if hasattr(without_attnres, "environment") else {}
-    done = forks.run("-c", code, tmp_path, IDS.tolist(), env=os.environ | hidden)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
