@@ -148,8 +148,10 @@ def _prepare_loadable(source: Checkpoint, rewriting: Rewriting | None) -> KimiK3
     released = source.fields
     fields = _loadable_config(released)
     texts = {CONFIG_NAME: json_text(fields)}
-    has_parts = rewriting is not None and rewriting.parts is not None
-    if has_parts or not source.is_temporary:  # otherwise the result has other tensors than the source
+    parts = None if rewriting is None else rewriting.parts
+    if parts is not None and parts.fields == released and _read_record(parts) is not None:
+        texts[RECORD] = (parts.folder / RECORD).read_bytes().decode()  # the parts were converted before
+    elif parts is not None or not source.is_temporary:  # otherwise the result has other tensors than the source
         texts[RECORD] = _make_record(source, adds_prefix)
     config.auto_map = fields["auto_map"]
     left = _names_of_code(released) if released.get(AUTO_MAP) != fields[AUTO_MAP] else []
@@ -158,7 +160,7 @@ def _prepare_loadable(source: Checkpoint, rewriting: Rewriting | None) -> KimiK3
     conversion.notes = (note,) if left else ()
     if rewriting is not None:
         done = ["experts packed as MXFP4"] if rewriting.is_packed else []
-        done += [f"with the other parts of {rewriting.parts.name}"] if rewriting.parts is not None else []
+        done += [] if parts is None else [f"with the other parts of {parts.name}"]
         conversion.title = f"Kimi K3 for the Auto classes ({' and '.join(done)})"
         conversion.original, conversion.difference = rewriting.model, rewriting.difference
         conversion.notes += tuple(rewriting.describe())

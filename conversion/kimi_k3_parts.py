@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from attnres import AttnResKimiK3Config
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.complete import check_complete, empty_model
 from attnres.checkpoints.kimi_k3 import has_head, is_packed
-from attnres.checkpoints.shards import Shard, StoredTensor, read_pieces, write_shard
+from attnres.checkpoints.shards import DTYPES, Shard, StoredTensor, read_pieces, write_shard
 from attnres.kimi_k3_layout_attnres import PREFIX
 from attnres.kimi_k3_packed_attnres import MXFP4, check_scales, decode_mxfp4
 from attnres.kimi_k3_packing_attnres import GROUP, QUANTIZATION, encode_mxfp4
@@ -71,9 +70,11 @@ class _Tensors(NamedTuple):
         return self.checkpoint.entries[self.names[name]]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor's values."""
-        with safe_open(self.checkpoint.where[self.names[name]].path, framework="pt") as file:
-            return file.get_tensor(self.names[name])
+        """Return a tensor's values. A library would read the long header of the file for each of them."""
+        data, entry = bytearray(), self.entry(name)
+        for piece in self.pieces(name):
+            data += piece
+        return torch.frombuffer(data, dtype=DTYPES[entry.dtype]).view(entry.shape)
 
     def decode(self, weight: str) -> Tensor:
         """Return the values of a packed weight."""
@@ -171,11 +172,10 @@ class Rewriting:
                 owner.pop("quantization_config", None)
         elif not (text.get("quantization_config") or fields.get("quantization_config")):
             text["quantization_config"] = deepcopy(QUANTIZATION)
-        dtype = self.model.config.dtype
-        if self.parts is not None and dtype != self.parts.config.dtype:
+        if self.parts is not None and self.parts.config.dtype not in (None, self.model.config.dtype):
             for owner in (fields, text):
-                names = {"dtype", "torch_dtype"} & owner.keys() or ({"dtype"} if owner is fields else ())
-                owner.update(dict.fromkeys(names, str(dtype).removeprefix("torch.")))
+                for name in {"dtype", "torch_dtype"} & owner.keys():
+                    owner[name] = str(self.model.config.dtype).removeprefix("torch.")
         return fields
 
     def _tensors_of(self, shard: Shard) -> Iterator[_Written]:
@@ -187,10 +187,10 @@ class Rewriting:
             name = entry.name.removeprefix(PREFIX)
             prefix = entry.name.removesuffix(name)
             weight = name.removesuffix(_PACKED).removesuffix(_SCALE)
-            if (self.is_packed or name != weight) and _EXPERT.fullmatch(weight):
-                yield from self._expert(prefix, weight, name)
-            elif name not in model.names:
+            if model.names.keys().isdisjoint((weight, weight + _PACKED)):  # of another part
                 yield _copy(base, name, entry.name)
+            elif (self.is_packed or name != weight) and _EXPERT.fullmatch(weight):
+                yield from self._expert(prefix, weight, name)
             else:
                 is_equal = model.entry(name).dtype != entry.dtype and torch.equal(*_as_one_dtype(base, model, name))
                 yield _copy(base if is_equal else model, name, entry.name)
@@ -354,10 +354,14 @@ def _check_is_of(model: Checkpoint, parts: Checkpoint) -> None:
                 f"{model.name} was not trained from {parts.name}: `{name}` is {fields.get(name)!r} there, and "
                 f"{released.get(name)!r} in {parts.name}. Give the release that it was trained from."
             )
-    vocabularies = [
-        checkpoint.tokenizer.get_vocab() for checkpoint in (model, parts) if checkpoint.tokenizer is not None
-    ]
-    if any(vocabulary != vocabularies[0] for vocabulary in vocabularies):
+    if (tokenizer := model.tokenizer) is None:
+        return
+    if (released_tokenizer := parts.tokenizer) is None:
+        raise ValueError(
+            f"{parts.name} has no tokenizer that loads here, but {model.name} has one. Copy the tokenizer files of the "
+            f"release into {parts.name}."
+        )
+    if tokenizer.get_vocab() != released_tokenizer.get_vocab():
         raise ValueError(
             f"{model.name} was not trained from {parts.name}: their tokenizers have other tokens. Give the release "
             "that it was trained from."

@@ -29,13 +29,15 @@ EXPERT = "model.layers.2.block_sparse_moe.experts.3.w1.weight"
 
 
 def add_mtp(folder: Path) -> None:
-    """Add a layer for multi-token prediction to a release, as far as a conversion sees it."""
+    """Add tensors of a layer for multi-token prediction to a release: a norm and a packed expert."""
     index = json.loads((folder / INDEX).read_text())
     path = folder / index["weight_map"][f"{PREFIX}lm_head.weight"]
-    tensors = load_file(path) | {MTP: torch.ones(64, dtype=torch.bfloat16)}
-    release.save_file(tensors, path, metadata={"format": "pt"})
-    index["weight_map"][MTP] = path.name
-    index["metadata"]["total_size"] += tensors[MTP].nbytes
+    expert, _ = release.encode_mxfp4(torch.randn(32, 32))
+    added = {f"{PREFIX}{EXPERT.replace('.2.', '.7.')}{part.removeprefix('weight')}": t for part, t in expert.items()}
+    added[MTP] = torch.ones(64, dtype=torch.bfloat16)
+    release.save_file(load_file(path) | added, path, metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(added, path.name)
+    index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in added.values())
     (folder / INDEX).write_text(json.dumps(index))
     config = json.loads((folder / "config.json").read_text())
     change_json(folder / "config.json", text_config=config["text_config"] | {"num_nextn_predict_layers": 1})
@@ -105,6 +107,22 @@ def test_an_untuned_model_becomes_the_release_byte_for_byte(folders, tmp_path):
     assert_same_files(folders / "release", tmp_path / "again", "[cmp]*[!y]")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["composite", "text"])
+def test_a_release_that_was_converted_gives_its_parts_too(folders, tmp_path, layout):
+    fields = release.text_fields(quantization_config=release.QUANTIZATION)
+    packed, _ = release.pack_experts(release.random_tensors(release.text_fields()))
+    source = release.write(tmp_path / "source", fields, packed, layout=layout, vision=layout == "composite")
+    convert_well(source, tmp_path / "converted", "--no-verify")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype="auto").save_pretrained(tmp_path / "text")
+    for parts in (source, tmp_path / "converted"):
+        target = tmp_path / f"whole {parts.name}"
+        convert_well(tmp_path / "text", target, "--with-parts", parts, "--no-verify")
+        convert_well(target, tmp_path / f"again {parts.name}", "--to", "released", "--no-verify")
+        assert_same_files(source, tmp_path / f"again {parts.name}", "config.json")
+        assert changed_tensors(source, tmp_path / f"again {parts.name}") == set()
+
+
 def test_a_tuned_model_keeps_the_bytes_of_all_that_was_not_trained(folders, tmp_path):
     options = ("--with-parts", folders / "release", "--pack-experts")
     run = convert_well(folders / "tuned", tmp_path / "whole", *options)
@@ -129,7 +147,9 @@ def test_experts_that_have_changed_are_packed_only_if_asked(folders, tmp_path):
     run = convert_well(folders / "tuned", tmp_path / "whole", "--with-parts", folders / "release")
     assert "Verified: max |logit difference| 0.0e+00" in run.out
     tuned, whole = tensors_of(folders / "tuned"), tensors_of(tmp_path / "whole")
-    assert whole.keys() - tuned.keys() == {MTP, *(name for name in whole if name.startswith(("vision", "mm_")))}
+    others = whole.keys() - tuned.keys()
+    assert MTP in others
+    assert all(name.startswith(("vision_tower.", "mm_projector.", f"{PREFIX}model.layers.7.")) for name in others)
     assert all(torch.equal(whole[name], tensor) for name, tensor in tuned.items())
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     assert "quantization_config" not in config["text_config"] and config["vision_config"] == release.VISION
@@ -230,6 +250,10 @@ def give_other_tokenizers(folder: Path) -> None:
     write_tokenizer(train_vocabulary(["a text of another model"], 300), folder)
 
 
+def give_the_model_a_tokenizer(folder: Path) -> None:
+    save_tokenizer(folder.parent / "source")
+
+
 def become_llama(folder: Path) -> None:
     shutil.rmtree(folder)
     standard_model().save_pretrained(folder)
@@ -243,6 +267,7 @@ def become_llama(folder: Path) -> None:
         (other_fields(hidden_size=32), "`hidden_size` is 64 there, and 32 in"),
         (set_field("routed_scaling_factor", 1.0), "`routed_scaling_factor` is 1.7 there, and 1.0 in"),
         (give_other_tokenizers, "their tokenizers have other tokens"),
+        (give_the_model_a_tokenizer, "has no tokenizer that loads here, but"),
         (become_llama, "--with-parts belongs to Kimi K3, but"),
         (truncate, "truncated or damaged"),
         (

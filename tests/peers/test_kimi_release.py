@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template are those of the code that Kimi K3 was released with."""
+"""The code that Kimi K3 was released with has the same tokenizer and chat format, and reads what is written here."""
 
 import json
 import random
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jinja2 import TemplateError
+from transformers import AutoModelForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from attnres.checkpoints.kimi_tokenizer import K3_CHAT_TEMPLATE
@@ -16,6 +18,8 @@ from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.training.data.chat import encode_chat
 
 from ..checkpoints.kimi_release import train_vocabulary, write_tokenizer
+from ..conversion.checkpoints import convert_well
+from ..modeling_attnres import kimi_k3_release as release
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines]
 REQUIREMENTS = ("llmcompressor==0.14.0.1", "tiktoken==0.14.0")
@@ -193,3 +197,28 @@ def has_joined_text(messages: list[dict]) -> bool:
         names += [function["name"], *(function.get("arguments") or {})]
     in_parts = any(isinstance(message["content"], list) and len(message["content"]) > 1 for message in messages)
     return in_parts or any(re.search(r"^[^\w ]|^_|[^\w]$|_$", name) for name in names)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [("--pack-experts",), ()], ids=["packed", "unpacked"])
+def test_the_released_code_reads_a_whole_release_of_a_tuned_model(python_with, run_session, tmp_path, options):
+    fields = release.text_fields(use_cache=False)
+    packed, _ = release.pack_experts(release.random_tensors(fields))
+    source = fields | {"quantization_config": release.QUANTIZATION}
+    release.write(tmp_path / "release", source, packed, vision=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "release", dtype="auto")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "tuned")
+    convert_well(tmp_path / "tuned", tmp_path / "whole", "--with-parts", tmp_path / "release", *options, "--no-verify")
+    convert_well(tmp_path / "whole", tmp_path / "again", "--to", "released", "--no-verify")
+    ids = [5, 9, 33, 7, 60, 12, 44, 3, 21]
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
+    expected = expected(torch.tensor([ids])).logits[0]
+    python = python_with("kimi-release", *REQUIREMENTS, dependencies=False)
+    for folder in ("whole", "again"):
+        seen = run_session(python, "kimi_release_model_session.py", tmp_path / folder, json.dumps(ids))
+        assert (seen["missing"], seen["unexpected"]) == ([], [])
+        assert seen["quantization"] == ("mxfp4-pack-quantized" if options else None)
+        assert (torch.tensor(seen["logits"]) - expected).abs().max() < 1e-4 * expected.abs().max()
