@@ -16,8 +16,6 @@ from .rows import Value, add_product, of_lanes, splat
 _BYTES, _GROUP = 16, 32  # bytes and numbers of a group
 _FLOAT, _HALF, _WORD, _INDEX, _BYTE = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 _FLOATS, _WORDS, _CODES = (ir.VectorType(kind, _BYTES) for kind in (_FLOAT, _WORD, _BYTE))
-# Twice the eight magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 are whole numbers of four bits: here one after another.
-_DOUBLES = sum(double << 4 * code for code, double in enumerate((0, 1, 2, 3, 4, 6, 8, 12)))
 
 
 @intrinsic
@@ -53,7 +51,9 @@ def fp4_decode(typing_context, codes, scales, result, groups, like):
         in_order = ir.Constant(ir.VectorType(_WORD, _GROUP), [i // 2 + i % 2 * _BYTES for i in range(_GROUP)])
         with cgutils.for_range(builder, groups, intp=_INDEX) as loop:
             power = splat(builder, _half_scale(builder, scales, loop.index), _BYTES)
-            numbers = [builder.fmul(part, power) for part in _doubles(builder, codes, loop.index)]
+            numbers = [
+                builder.fmul(part, power) for part in _doubles(builder, codes, loop.index, with_signs_of_zero=True)
+            ]
             if is_half:  # exact: the rounding does nothing
                 bits = [builder.bitcast(part, _WORDS) for part in numbers]
                 sixteen = ir.Constant(_WORDS, [16] * _BYTES)
@@ -66,23 +66,38 @@ def fp4_decode(typing_context, codes, scales, result, groups, like):
     return types.none(*(types.int64,) * 4, like), generate
 
 
-def _doubles(builder: ir.IRBuilder, codes: Value, group: Value) -> list[Value]:
+def _doubles(builder: ir.IRBuilder, codes: Value, group: Value, with_signs_of_zero: bool = False) -> list[Value]:
     """Emit twice the numbers of a group without its scale: of the even columns, and of the odd ones."""
     start = builder.add(codes, builder.mul(group, _INDEX(_BYTES)))
-    words = builder.zext(_load(builder, start, _CODES, 0, 1), _WORDS)
+    both = _load(builder, start, ir.VectorType(_BYTE, _BYTES), 0, 1)
+    high = builder.lshr(both, ir.Constant(both.type, [4] * _BYTES))
+    # All 32 codes in one vector of bytes. The high bits of the even ones are not used.
+    code = builder.shuffle_vector(both, high, ir.Constant(ir.VectorType(_WORD, _GROUP), list(range(_GROUP))))
+    kind = code.type
+    subtract = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [kind, kind]), f"llvm.usub.sat.v{_GROUP}i8"
+    )
 
     def constant(number: int) -> ir.Constant:
-        return ir.Constant(_WORDS, [number] * _BYTES)
+        return ir.Constant(kind, [number] * _GROUP)
 
-    def numbers(places: Value, signs: Value) -> Value:
-        # `places`: four times the magnitude's code; `signs`: the sign in the highest bit.
-        magnitudes = builder.and_(builder.lshr(constant(_DOUBLES), builder.and_(places, constant(28))), constant(15))
-        bits = builder.bitcast(builder.sitofp(magnitudes, _FLOATS), _WORDS)
-        return builder.bitcast(builder.or_(bits, builder.and_(signs, constant(1 << 31))), _FLOATS)
-
-    even = numbers(builder.shl(words, constant(2)), builder.shl(words, constant(28)))
-    odd = numbers(builder.lshr(words, constant(2)), builder.shl(words, constant(24)))
-    return [even, odd]
+    # The magnitudes 0 to 7 stand for 0, 1, 2, 3, 4, 6, 8 and 12 halves: from 4 on one more, and from 6 on four.
+    magnitude = builder.and_(code, constant(7))
+    above_four, above_six = (builder.call(subtract, [magnitude, constant(number)]) for number in (4, 6))
+    double = builder.add(builder.add(magnitude, above_four), builder.add(above_six, above_six))
+    is_negative = builder.icmp_unsigned("!=", builder.and_(code, constant(8)), constant(0))
+    signed = builder.select(is_negative, builder.sub(constant(0), double), double)
+    numbers = []
+    for first in (0, _BYTES):
+        half = ir.Constant(ir.VectorType(_WORD, _BYTES), list(range(first, first + _BYTES)))
+        number = builder.sitofp(builder.shuffle_vector(signed, signed, half), _FLOATS)
+        if with_signs_of_zero:
+            words = builder.zext(builder.shuffle_vector(code, code, half), _WORDS)
+            sign = builder.shl(words, ir.Constant(_WORDS, [28] * _BYTES))
+            sign = builder.and_(sign, ir.Constant(_WORDS, [1 << 31] * _BYTES))
+            number = builder.bitcast(builder.or_(builder.bitcast(number, _WORDS), sign), _FLOATS)
+        numbers.append(number)
+    return numbers
 
 
 def _half_scale(builder: ir.IRBuilder, scales: Value, group: Value) -> Value:

@@ -259,7 +259,7 @@ def test_processes_share_packed_experts(source, tmp_path):
     done = forks.launch(Path(__file__).with_name("kimi_k3_packed_session.py"), source, tmp_path)
     assert done.returncode == 0, done.stderr
     for way, result in json.loads((tmp_path / "results.json").read_text()).items():
-        assert result["difference"] <= 2e-5, way
+        assert result["difference"] <= 5e-5, way
         assert result["share"] == 0.5, way
         before = {name: tensor for name, tensor in stored(source).items() if ".experts." in name}
         after = stored(tmp_path / way)
