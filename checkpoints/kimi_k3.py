@@ -20,12 +20,13 @@ from transformers.utils import CONFIG_NAME
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.kimi_k3_configuration_attnres import COMPOSITE
 from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, released_shapes
+from attnres.kimi_k3_packed_attnres import NVFP4
 from attnres.residual_attnres import FamilyWarning
 
 from .checkpoint import Checkpoint
 from .shards import DTYPES, StoredTensor
 
-_PACKED, _SCALE = "_packed", "_scale"
+_PARTS = [f"_{part}" for part in NVFP4.parts]  # of a packed weight: those of MXFP4, and one more
 # Names of one layer's parts in checkpoints that a training run resumes from. Published names differ.
 _OF_TRAINING = re.compile(r"\.forget_gate\.|\.experts\.(gate_up|down)_proj$|\.self_attn\.conv1d\.")
 
@@ -117,13 +118,13 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
         raise ValueError(f"{checkpoint.folder if shard is None else shard.source}: {error}") from error
     prefix = prefix_of(tensors)
     used = {prefix + name for name in released_shapes(config)}
-    used |= {name + part for name in used for part in (_PACKED, _SCALE)}
+    used |= {name + part for name in used for part in _PARTS}
     return frozenset(tensors.keys() - used)
 
 
 def is_packed(checkpoint: Checkpoint) -> bool:
     """Return whether experts of a checkpoint are packed."""
-    return any(name.endswith(_PACKED) for name in checkpoint.entries)
+    return any(name.endswith("_packed") for name in checkpoint.entries)
 
 
 def count_parameters(config: AttnResKimiK3Config, with_head: bool = True) -> int:
@@ -144,7 +145,8 @@ def describe_layout(config: PreTrainedConfig, checkpoint: Checkpoint | None = No
     entries = {} if checkpoint is None else checkpoint.entries
     is_composite = bool(prefix_of(entries)) if entries else config.checkpoint_layout == COMPOSITE
     parts = ["composite model, under `language_model`" if is_composite else "text model alone"]
-    parts += ["with routed experts packed as MXFP4"] if checkpoint is not None and is_packed(checkpoint) else []
+    if checkpoint is not None and is_packed(checkpoint):
+        parts.append(f"with routed experts packed as {config.packing.title}")
     if _has_vision(entries):
         parts.append("with a vision part that this code does not read")
     return f"The weights are in the released layout of Kimi K3's {', '.join(parts)}."

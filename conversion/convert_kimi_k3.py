@@ -25,7 +25,8 @@ from attnres.checkpoints.shards import StoredTensor
 from attnres.checkpoints.side_files import code_fields, references
 from attnres.checkpoints.source_files import AUTO_MAP, check_file, json_text, read_object
 from attnres.kimi_k3_configuration_attnres import fields_without_experts
-from attnres.kimi_k3_layout_attnres import PREFIX, check_scales, prefix_of
+from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of
+from attnres.kimi_k3_packed_attnres import check_scales
 from attnres.pretrained_attnres import auto_map
 from attnres.travelling import write_used_code
 from attnres.utils.model_files import RECORD
@@ -184,7 +185,7 @@ def _check(source: Checkpoint) -> tuple[AttnResKimiK3Config, dict[str, Any]]:
     """Check that a source is whole; return a copy of its configuration, and what a conversion tells of the model."""
     config: Any = deepcopy(source.config)  # a conversion changes its fields
     model = empty_model(config, source)
-    packed = ", experts packed as MXFP4" if is_packed(source) else ""
+    packed = f", experts packed as {config.packing.title}" if is_packed(source) else ""
     return config, {
         "model": model,
         "title": f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})",

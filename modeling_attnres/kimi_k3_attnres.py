@@ -9,8 +9,9 @@ Differences from AttnRes on Kimi Linear (`modeling_attnres`):
 - routed experts work in a smaller, latent space between two projections of their own;
 - a checkpoint holds the text model alone, or in a composite model beside a vision part; it may pack experts as MXFP4.
 
-The configuration is in `kimi_k3_configuration_attnres`, and the layout of a released checkpoint in
-`kimi_k3_layout_attnres`. The three files travel with models of Kimi K3 only. The experts' decorator
+The configuration is in `kimi_k3_configuration_attnres`, the layout of a released checkpoint in
+`kimi_k3_layout_attnres`, and what packed experts need in `kimi_k3_packed_attnres`. The four files travel with models of
+Kimi K3 only. The experts' decorator
 `@use_experts_implementation` is named here because `transformers` searches this file's text for it.
 """
 
@@ -38,6 +39,7 @@ from .delta_attention_attnres import DeltaAttention
 from .functional_attnres import accelerated
 from .kimi_k3_configuration_attnres import AttnResKimiK3Config
 from .kimi_k3_layout_attnres import check_own_names, in_form_of_model, layout_rules, read_release
+from .kimi_k3_packed_attnres import packed_linear
 from .loading_attnres import check_files
 from .modeling_attnres import (
     AttnResDecoderLayer,
@@ -197,8 +199,7 @@ class KimiK3MLP(kimi_linear.KimiLinearMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x), self.up_proj(x)))
 
 
-@use_experts_implementation
-class KimiK3Experts(kimi_linear.KimiLinearExperts):
+class _Experts(kimi_linear.KimiLinearExperts):
     """Routed experts in the latent space, whose activation takes gate and up projection."""
 
     def __init__(self, config: AttnResKimiK3Config):
@@ -237,6 +238,34 @@ class KimiK3Experts(kimi_linear.KimiLinearExperts):
         return result
 
 
+@use_experts_implementation
+class KimiK3Experts(_Experts):
+    """Routed experts that may be computed by any implementation of experts of `transformers`."""
+
+
+class KimiK3PackedExperts(_Experts):
+    """Routed experts that stay packed, and are decoded one by one. They are frozen; gradients reach their input.
+
+    The implementations of experts of `transformers` need whole weights, so the loop of this class always runs.
+    """
+
+    def __init__(self, config: AttnResKimiK3Config):
+        with torch.device("meta"):
+            super().__init__(config)
+        self.packing = config.packing
+        for name, weights in (("gate_up_proj", 2), ("down_proj", 1)):
+            experts, rows, columns = getattr(self, name).shape
+            delattr(self, name)
+            # Parameters, not buffers: FSDP2 and expert parallelism shard parameters alone.
+            for part, shape in self.packing.byte_shapes(rows, columns, weights).items():
+                codes = torch.empty((experts, *shape), dtype=torch.uint8)
+                self.register_parameter(f"{name}_{part}", nn.Parameter(codes, requires_grad=False))
+
+    def project(self, name: str, expert: int, x: Tensor) -> Tensor:
+        """Compute `[tokens, out]` for `[tokens, in]` by an expert's packed projection; see the base class."""
+        return packed_linear(x, self.packing, [getattr(self, f"{name}_{part}")[expert] for part in self.packing.parts])
+
+
 class KimiK3MoE(kimi_linear.KimiLinearMoE):
     """Routed experts in a latent space, beside shared experts in the model's own."""
 
@@ -248,7 +277,7 @@ class KimiK3MoE(kimi_linear.KimiLinearMoE):
         self.gate.weight = nn.Parameter(self.gate.weight.to(torch.get_default_dtype()))
         # The released code leaves the weight of a single expert as it is.
         self.gate.norm_topk_prob = config.norm_topk_prob and config.num_experts_per_tok > 1
-        self.experts = KimiK3Experts(config)
+        self.experts = (KimiK3PackedExperts if config.packed_experts else KimiK3Experts)(config)
         width, latent = config.hidden_size, config.routed_expert_hidden_size
         self.is_latent = latent is not None
         if latent is not None:
@@ -306,6 +335,10 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, KimiK3PackedExperts):
+            for part in module.parameters(recurse=False):
+                init.zeros_(part)
+            return
         super()._init_weights(module)
         if isinstance(module, KimiK3ForgetGate) and module.lower_bound is not None:
             # As in flash-linear-attention: the sigmoid takes the place of a rate per head.

@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 
 from .attention_gate_attnres import GATE_FIELDS
 from .connections_attnres import CONNECTIONS
+from .kimi_k3_packed_attnres import MXFP4, PACKINGS, Packing
 from .kimi_linear_configuration_attnres import AttnResConfig
 from .residual_attnres import explain_source, is_count, one_of, require, require_value
 
@@ -101,7 +102,7 @@ _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "t
 # Fields that name code. A saved model refers to the code of this package alone.
 _OF_CODE = ("auto_map", "custom_pipelines", "custom_generate")
 COMPOSITE, TEXT = "composite", "text"
-_MXFP4 = "mxfp4-pack-quantized"
+_QUANTIZATION = "quantization_config"
 
 
 class AttnResKimiK3Config(AttnResConfig):
@@ -195,6 +196,14 @@ class AttnResKimiK3Config(AttnResConfig):
     composite_fields: dict | None = None
     """Fields of the composite model that are not of its text model, such as `vision_config`. They are kept."""
 
+    packed_experts: bool = False
+    """`True` keeps routed experts packed as the checkpoint has them. They are decoded where they are used, and frozen.
+    It is not saved: a checkpoint with packed experts loads unpacked by default."""
+
+    stored_quantization: dict | None = None
+    """Values of `quantization_config` in the file, by the object that has them: `"text_config"`, or `""` for the file
+    itself. They are written again where experts stay packed."""
+
     stored_A_log_shape: list[int] | None = None
     """Shape in which `save_pretrained` stores each `A_log`, padded with zeros. It is not saved: a checkpoint has it."""
 
@@ -215,7 +224,7 @@ class AttnResKimiK3Config(AttnResConfig):
                 kwargs.pop(name, None)
             else:
                 kwargs[name] = value
-        for name in ("text_config", _LINEAR, "quantization_config", *(self.composite_fields or ())):
+        for name in ("text_config", _LINEAR, _QUANTIZATION, *(self.composite_fields or ())):
             kwargs.pop(name, None)
         for field in _FIELDS:
             if field.null not in (None, ...) and getattr(self, field.name) is None:
@@ -245,6 +254,21 @@ class AttnResKimiK3Config(AttnResConfig):
             if value == getattr(type(self), name) and isinstance(value, int) and value >= self.vocab_size:
                 setattr(self, name, None)
         super().__post_init__(**kwargs)
+
+    @property
+    def packing(self) -> Packing:
+        """The format of packed experts: that of the checkpoint, or MXFP4 as in the release."""
+        stored = next(iter((self.stored_quantization or {}).values()), {})
+        return PACKINGS[stored.get("format", MXFP4.name)]
+
+    @property
+    def base_model_ep_plan(self) -> dict[str, Any]:
+        """How expert parallelism shards the experts: as Kimi Linear's, and packed ones part by part."""
+        plan: dict[str, Any] = dict(super().base_model_ep_plan or {})
+        for name in [name for name in plan if self.packed_experts and name.endswith("_proj")]:
+            style = plan.pop(name)
+            plan |= {f"{name}_{part}": style for part in self.packing.parts}
+        return plan
 
     def _released_gate(self) -> str | None:
         """Return the family's `attention_gate` that `mla_use_output_gate` stands for."""
@@ -335,7 +359,7 @@ class AttnResKimiK3Config(AttnResConfig):
         require(self, "num_experts", is_allowed, "an integer >= 2, or null where the MLPs of all layers are dense")
         is_allowed = shared is None or shared == 0 or is_count(shared)
         require(self, "num_shared_experts", is_allowed, "an integer >= 0")
-        for name in _SWITCHES:
+        for name in (*_SWITCHES, "packed_experts"):
             require(self, name, isinstance(getattr(self, name), bool), "true or false")
         self._check_dense_layers()
         super().check_fields()
@@ -396,7 +420,8 @@ def decode(fields: Mapping[str, Any], fill: bool = True) -> dict[str, Any]:
     if "text_config" not in fields and _LINEAR not in fields and fields.get("model_type") is None:
         return fields  # arguments of the class
     flat, layout = _flatten(fields)
-    _check_quantization(flat.pop("quantization_config", None))
+    flat.pop(_QUANTIZATION, None)
+    _check_quantization(layout.get("stored_quantization"))
     linear = _as_object(_LINEAR, flat.pop(_LINEAR, None))
     lists = {name: linear.pop(name) for name in _LAYER_LISTS if linear.get(name) is not None}
     names = {field.released: field.name for field in _FIELDS}
@@ -432,7 +457,7 @@ def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of the text model, and the fields that say in which layout a file has them."""
     if "text_config" not in fields:
         is_text = fields.get("model_type") == AttnResKimiK3Config.backbone
-        return fields, {"checkpoint_layout": TEXT} if is_text else {}
+        return fields, ({"checkpoint_layout": TEXT} if is_text else {}) | _stored_quantization({"": fields})
     if not fields["text_config"]:
         raise ValueError(
             "`text_config` is empty, but must hold the fields of the text model. Use the checkpoint's own config.json."
@@ -440,11 +465,23 @@ def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     text = _as_object("text_config", fields.pop("text_config"))
     known = AttnResKimiK3Config.known_fields()
     composite = {name: fields.pop(name) for name in [*fields] if name not in known}
-    quantization = text.get("quantization_config") or fields.get("quantization_config")
     # Of two values of a field that describes the file, that of the composite model holds.
     kept = [name for name in text if name not in _OF_CODE and not (name in _OF_FILE and name in fields)]
-    flat = fields | {name: text[name] for name in kept} | {"quantization_config": quantization}
-    return flat, {"checkpoint_layout": COMPOSITE, "composite_fields": composite or None}
+    layout = {"checkpoint_layout": COMPOSITE, "composite_fields": composite or None}
+    layout |= _stored_quantization({"": fields, "text_config": text})
+    return fields | {name: text[name] for name in kept}, layout
+
+
+def _stored_quantization(objects: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the field `stored_quantization` for the objects of a file, by name; nothing where none is quantised."""
+    stored = {name: fields.get(_QUANTIZATION) for name, fields in objects.items()}
+    stored = {name: _as_object(_QUANTIZATION, value) for name, value in stored.items() if value}
+    for value in stored.values():
+        # Activations are not quantised here, and the scales that this needs are not kept.
+        groups = _as_object("config_groups", value.get("config_groups"))
+        if any(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values()):
+            value["config_groups"] = {name: {**group, "input_activations": None} for name, group in groups.items()}
+    return {"stored_quantization": stored} if stored else {}
 
 
 def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -484,8 +521,11 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
         if name not in text and not name.startswith("_") and (is_changed or is_unknown):
             text[name] = value
     outer = {name: fields[name] for name in ("auto_map", "transformers_version") if name in fields}
+    stored = (config.stored_quantization or {}) if config.packed_experts else {}
+    outer |= {_QUANTIZATION: stored[""]} if "" in stored else {}
     if config.checkpoint_layout == TEXT:
         return text | outer
+    text |= {_QUANTIZATION: stored["text_config"]} if "text_config" in stored else {}
     outer |= {"model_type": config.model_type, "architectures": classifiers or ["KimiK3ForConditionalGeneration"]}
     names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
     outer |= {name: text[name] for name in names if name in text}
@@ -546,17 +586,16 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
     return [kinds[number] for number in range(1, layers + 1)]
 
 
-def _check_quantization(quantization: Any) -> None:
-    """Raise `ValueError` if a checkpoint is quantised in another way than the released one."""
-    if quantization is None:
-        return
-    fields = _as_object("quantization_config", quantization)
-    if fields.get("format") != _MXFP4:
-        method = fields.get("format") or fields.get("quant_method")
-        raise ValueError(
-            f"`quantization_config` has the format {method!r}, but must be {_MXFP4!r}. Use a checkpoint in bfloat16 or "
-            "MXFP4."
-        )
+def _check_quantization(stored: Mapping[str, Mapping[str, Any]] | None) -> None:
+    """Raise `ValueError` if a checkpoint is quantised in another way than those that are read here."""
+    for fields in (stored or {}).values():
+        if fields.get("format") not in PACKINGS:
+            method = fields.get("format") or fields.get("quant_method")
+            titles = " or ".join(packing.title for packing in PACKINGS.values())
+            raise ValueError(
+                f"`{_QUANTIZATION}` has the format {method!r}, but must be {one_of(PACKINGS)}. Use a checkpoint in "
+                f"bfloat16 or {titles}."
+            )
 
 
 AttnResKimiK3Config.register_for_auto_class()

@@ -1,6 +1,7 @@
-"""The released layout of Kimi K3's checkpoints: names and shapes of its tensors, MXFP4, and padded heads.
+"""The released layout of Kimi K3's checkpoints: names and shapes of its tensors, packed experts, and padded heads.
 
-[`read_release`] checks the tensors of a checkpoint before they are loaded, and decodes packed experts one by one.
+[`read_release`] checks the tensors of a checkpoint before they are loaded, and decodes packed experts one by one,
+unless they are to stay packed.
 [`layout_rules`] are the rules by which `transformers` renames and merges them, and writes them again.
 """
 
@@ -8,7 +9,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +24,20 @@ from transformers.core_model_loading import (
 )
 
 from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
+from .kimi_k3_packed_attnres import NVFP4, Packing, check_scales
 from .residual_attnres import FamilyWarning
 
 _CLASSIFIER = "score."  # the head of a sequence or token classifier
 PREFIX = "language_model."  # of the text model's tensors in the composite layout
 _EXPERT_WEIGHTS = ("w1", "w2", "w3")
-_PACKED, _SCALE = "weight_packed", "weight_scale"
 # Endings of the names of tensors that belong to a quantised weight, of any method.
-_OF_QUANTIZED = (_PACKED, _SCALE, "weight_shape", "weight_global_scale", "weight_zero_point", "input_global_scale")
-_OF_QUANTIZED += ("weight_scale_inv", "input_scale")
+_OF_QUANTIZED = ("weight_packed", "weight_scale", "weight_shape", "weight_global_scale", "weight_zero_point")
+_OF_QUANTIZED += ("weight_scale_inv", "input_global_scale", "input_scale")
 # The names of dtypes in safetensors files. Weights that are not packed have one of `_FLOATS`.
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES |= {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_ITEMSIZE = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 # Parts of the names of tensors that a model has or lacks -> the fields that decide it.
 _BY_FIELD = {
     (".self_attn.g_proj.weight",): "`mla_use_output_gate` and `use_full_rank_gate`",
@@ -46,43 +49,7 @@ _BY_FIELD = {
     ("_res_proj.", "_res_norm."): "`attn_res_block_size`",
 }
 # A tensor under the name that it has in the model, and not in a release.
-_OWN_NAME = re.compile(r"(model\.)?layers\.\d+\.(self_attn\.forget_gate\.|mlp\.experts\.gate_up_proj$)")
-# Number of weights that share a scale.
-_GROUP = 32
-# Code of the largest scale, 2^125: with the next one a 6 is beyond bfloat16. 255 is the code of NaN.
-_LARGEST_SCALE = 252
-_HALVES = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]) / 2  # E2M1; bit 3 is the sign
-
-
-def decode_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Decode MXFP4 exactly.
-
-    Args:
-        packed: `[out, in / 2]` uint8, two numbers of four bits each; the low bits are the even column.
-        scale: `[out, in / 32]` uint8, exponents plus 127.
-
-    Returns:
-        `[out, in]` in bfloat16, which holds each of the products.
-    """
-    values = _HALVES.to(device=packed.device, dtype=torch.bfloat16)
-    values[8] = -0.0
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)  # by byte: (low bits, high bits)
-    numbers = pairs.index_select(0, packed.flatten().int()).view(packed.shape[0], -1)  # (out, in)
-    # The bits of the power of two as a float32; exponent 0 stands for the denormal 2^-127.
-    powers = scale.int() << 23
-    powers = powers.masked_fill_(scale == 0, 1 << 22).view(torch.float32).to(torch.bfloat16)
-    return (numbers.unflatten(1, (-1, _GROUP)) * powers.unsqueeze(-1)).flatten(1)
-
-
-def check_scales(subject: str, scale: Tensor) -> None:
-    """Raise `ValueError` if uint8 scales of MXFP4 hold the code of NaN, or one whose weights bfloat16 cannot hold.
-
-    Args:
-        subject: the tensor, for the message.
-        scale: the scales, of any shape.
-    """
-    if scale.numel() and scale.max() > _LARGEST_SCALE:
-        raise ValueError(f"{subject} holds a scale of NaN or beyond bfloat16. Copy the file again.")
+_OWN_NAME = re.compile(r"(model\.)?layers\.\d+\.(self_attn\.forget_gate\.|mlp\.experts\.gate_up_proj(_packed)?$)")
 
 
 class _Packed:
@@ -91,22 +58,42 @@ class _Packed:
     It stands in place of a slice of a safetensors file.
     """
 
-    def __init__(self, name: str, packed: Any, scale: Any):
-        self.name, self.packed, self.scale = name, packed, scale
+    def __init__(self, packing: Packing, parts: Sequence[Any]):
+        self.packing, self.parts = packing, parts
 
     def __getitem__(self, index: Any) -> Tensor:
-        scale = self.scale[...]
-        check_scales(f"`{self.name}.{_SCALE}`", scale)
-        return decode_mxfp4(self.packed[...], scale)[index]
+        return self.packing.decode(*(part[...] for part in self.parts))[index]
 
     def get_shape(self) -> list[int]:
         """Return the shape of the decoded weight."""
-        rows, columns = shape_of(self.packed)
+        rows, columns = shape_of(self.parts[0])
         return [rows, 2 * columns]
 
     def get_dtype(self) -> str:
         """Return the dtype of the decoded weight, as a safetensors file names it."""
         return "BF16"
+
+
+class _Part:
+    """The bytes of a part of a packed weight, which are checked when they are read; in place of a slice of a file."""
+
+    def __init__(self, name: str, tensor: Any):
+        self.name, self.tensor = name, tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        values = self.tensor[...]
+        if self.name.endswith("_scale"):
+            check_scales(f"`{self.name}`", values)
+        return values.view(torch.uint8)[index]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the bytes."""
+        *shape, last = shape_of(self.tensor)
+        return [*shape, last * _ITEMSIZE[_dtype_of(self.tensor)]]
+
+    def get_dtype(self) -> str:
+        """Return the dtype of the bytes, as a safetensors file names it."""
+        return _DTYPES[torch.uint8]
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
@@ -235,20 +222,21 @@ def _text_part(tensors: Mapping[str, Any], layers: int) -> tuple[dict[str, Any],
 
 
 def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_head: bool = True) -> dict[str, Any]:
-    """Return the text model's tensors of a released checkpoint, checked, with packed experts in decoded form.
+    """Return the text model's tensors of a released checkpoint, checked. Packed experts are decoded, or stay packed.
 
     Tensors of a vision part and layers beyond the last one, of multi-token prediction, are left out and named once.
     Tensors under the model's own names, as `Trainer` saves them in its checkpoints, are returned as they are; see
     [`check_own_names`].
 
     Args:
-        config: the model's configuration. The shape of the checkpoint's `A_log` is noted there, for saving.
+        config: the model's configuration. Its `packed_experts` says whether experts stay packed. The shape of the
+            checkpoint's `A_log` is noted there, for saving.
         tensors: tensors, or slices of safetensors files, by name.
         has_head: whether `lm_head` is needed, too.
 
     Raises:
-        ValueError: a tensor is missing, has another shape or dtype than it must have, or is packed where no rule
-            covers it; padding of `A_log` is not zero.
+        ValueError: a tensor is missing, has another shape or dtype than it must have, is packed where no rule
+            covers it, or is not packed where it must be; padding of `A_log` is not zero.
     """
     if any(map(_OWN_NAME.match, tensors)):
         return dict(tensors)
@@ -269,7 +257,16 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
                 raise ValueError(
                     f"the checkpoint holds both `{prefix}{name}` and `{prefix}{name}_packed`. Remove one of them."
                 )
-            result[name] = _unpack(name.removesuffix(".weight"), shape, text, prefix)
+            parts = _take_parts(config.packing, name, shape, text, prefix)
+            if config.packed_experts:
+                result |= parts
+            else:
+                result[name] = _Packed(config.packing, [*parts.values()])
+        elif ".experts." in name and name in text and config.packed_experts:
+            raise ValueError(
+                f"`packed_experts` is true, but the checkpoint holds `{prefix}{name}`, which is not packed. Load it "
+                "without `packed_experts`."
+            )
         elif name in text:
             tensor = result[name] = text.pop(name)
             if _dtype_of(tensor) not in _FLOATS:
@@ -378,23 +375,27 @@ def in_form_of_model(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) ->
     return result
 
 
-def _unpack(owner: str, shape: tuple[int, ...], text: dict[str, Any], prefix: str) -> _Packed:
-    """Take a packed weight and its scale from `text`, check both, and return the weight."""
-    tensors: dict[str, Any] = {}
-    groups = math.ceil(shape[1] / _GROUP)
-    for part, columns in ((_PACKED, shape[1] // 2), (_SCALE, groups)):
-        name, must = f"{owner}.{part}", [shape[0], columns]
-        if name not in text:
-            raise ValueError(f"the checkpoint lacks `{prefix}{name}`, the scale of a packed weight. Copy all files.")
-        tensors[part] = text.pop(name)
-        has = list(shape_of(tensors[part]))
-        dtype = _dtype_of(tensors[part])
-        if dtype != "U8" or has != must or shape[1] % _GROUP:
+def _take_parts(
+    packing: Packing, name: str, shape: tuple[int, ...], text: dict[str, Any], prefix: str
+) -> dict[str, Any]:
+    """Take the parts of the packed weight `name` from `text`, and return them by their names, checked."""
+    parts: dict[str, Any] = {}
+    # The scale of a layer's input, where activations are quantised too. Here they are not.
+    text.pop(f"{name.removesuffix('weight')}input_global_scale", None)
+    for part, must in packing.shapes(*shape).items():
+        key, dtype_must = f"{name}_{part}", _DTYPES[packing.parts[part]]
+        if key not in text:
+            raise ValueError(f"the checkpoint lacks `{prefix}{key}`, a part of a packed weight. Copy all files.")
+        tensor = text.pop(key)
+        has, dtype = list(shape_of(tensor)), _dtype_of(tensor)
+        if dtype != dtype_must or has != list(must) or shape[1] % packing.group:
             raise ValueError(
-                f"`{prefix}{name}` has the shape {has} and the dtype {dtype}, but must have {must} and U8, that is "
-                f"uint8: MXFP4 has two weights in a byte, and {_GROUP} share a scale."
+                f"`{prefix}{key}` has the shape {has} and the dtype {dtype}, but must have {list(must)} and "
+                f"{dtype_must}, that is {str(packing.parts[part]).removeprefix('torch.')}: {packing.title} has two "
+                f"weights in a byte, and {packing.group} share a scale."
             )
-    return _Packed(f"{prefix}{owner}", packed=tensors[_PACKED], scale=tensors[_SCALE])
+        parts[key] = _Part(prefix + key, tensor)
+    return parts
 
 
 def _check_heads(name: str, tensor: Any, heads: int) -> None:
@@ -440,6 +441,38 @@ class _PaddedHeads(ConversionOps):
         return _LiveHeads()
 
 
+class _AsBytes(ConversionOps):
+    """Leave parts of packed weights as they are, which [`read_release`] gives as bytes; in reverse, restore a dtype."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict:
+        """Return the tensors."""
+        return input_dict
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The operation that restores the dtype."""
+        return _FromBytes(self.dtype)
+
+
+class _FromBytes(_AsBytes):
+    """Give bytes the dtype that the part has in a checkpoint."""
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict:
+        """Return the tensors in their dtype."""
+        if self.dtype is torch.uint8:
+            return input_dict
+        # A copy, because the bytes of a number in a stack may begin anywhere.
+        return {name: tensor.clone().view(self.dtype) for name, tensor in input_dict.items()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The operation that takes bytes."""
+        return _AsBytes(self.dtype)
+
+
 def layout_rules(
     config: AttnResKimiK3Config | None = None, is_decoder: bool = False
 ) -> list[WeightConverter | WeightRenaming]:
@@ -470,11 +503,25 @@ def layout_rules(
     rules += [
         WeightConverter("self_attn.A_log", "self_attn.forget_gate.A_log", [_LiveHeads()]),
         WeightConverter(convolutions, "self_attn.conv1d.weight", [Concatenate(dim=0)]),
-        WeightConverter(
-            [r"\.experts.*.w1.weight", r"\.experts.*.w3.weight"],
-            r"\.experts.gate_up_proj",
-            [MergeModulelist(dim=0), Concatenate(dim=1)],
-        ),
-        WeightConverter(r"\.experts.*.w2.weight", r"\.experts.down_proj", [MergeModulelist(dim=0)]),
     ]
+    # A model to save has experts in one form, plain or packed. The names of packed ones come first, because they begin
+    # as the plain ones do.
+    packing = NVFP4 if config is None else config.packing  # NVFP4 has all parts, and their dtypes matter in saving only
+    is_packed, is_plain = config is None or config.packed_experts, config is None or not config.packed_experts
+    forms: dict[str, list[ConversionOps]] = {}
+    if is_packed:
+        forms = {f"_{part}": [_AsBytes(dtype)] for part, dtype in packing.parts.items()}
+    if is_plain:
+        forms[""] = []
+    for form, first in forms.items():
+        rules += [
+            WeightConverter(
+                [rf"\.experts.*.w1.weight{form}", rf"\.experts.*.w3.weight{form}"],
+                rf"\.experts.gate_up_proj{form}",
+                [*first, MergeModulelist(dim=0), Concatenate(dim=1)],
+            ),
+            WeightConverter(
+                rf"\.experts.*.w2.weight{form}", rf"\.experts.down_proj{form}", [*first, MergeModulelist(dim=0)]
+            ),
+        ]
     return rules

@@ -1,6 +1,7 @@
 """Small checkpoints in the released layout of Kimi K3, written tensor by tensor, without the code under test."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,12 +192,30 @@ def encode_mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight_packed": packed, "weight_scale": (exponents + 127).to(torch.uint8)}, meant.to(torch.bfloat16)
 
 
-def pack_experts(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def encode_nvfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Pack a weight `[out, in]` as NVFP4, as [`encode_mxfp4`]: float8 scales of 16 numbers, and a divisor of them."""
+    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = weight.float().unflatten(1, (-1, 16))
+    divisor = 6 * 448 / groups.abs().max()
+    scales = (groups.abs().amax(-1) / 6 * divisor).to(torch.float8_e4m3fn)
+    steps = (scales.float() / divisor).unsqueeze(-1)
+    scaled = groups / steps
+    codes = (scaled.abs().unsqueeze(-1) - values).abs().argmin(-1)
+    meant = (values[codes] * torch.where(scaled < 0, -1.0, 1.0) * steps).flatten(1)
+    codes = (codes + 8 * (scaled < 0)).flatten(1).to(torch.uint8)
+    packed = codes[:, 0::2] + 16 * codes[:, 1::2]
+    parts = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": divisor.reshape(1)}
+    return parts, meant.to(torch.bfloat16)
+
+
+def pack_experts(
+    tensors: dict[str, Tensor], encode: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]] = encode_mxfp4
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Pack all routed experts: the tensors of the packed checkpoint, and those of the one that it means."""
     packed, meant = {}, {}
     for name, tensor in tensors.items():
         if ".experts." in name:
-            parts, meant[name] = encode_mxfp4(tensor)
+            parts, meant[name] = encode(tensor)
             packed |= {name.removesuffix("weight") + part: value for part, value in parts.items()}
         else:
             packed[name] = meant[name] = tensor

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
-from attnres.kimi_k3_layout_attnres import decode_mxfp4, released_shapes
+from attnres.kimi_k3_layout_attnres import released_shapes
+from attnres.kimi_k3_packed_attnres import decode_mxfp4
 from attnres.residual_attnres import FamilyWarning
 
 from . import kimi_k3_release as release
@@ -252,7 +253,7 @@ def field(name: str, value: Any, owner: str = "") -> Callable[[dict, dict], None
     return change
 
 
-KIMI_K3 = ("kimi_k3_attnres.py", "kimi_k3_configuration_attnres.py", "kimi_k3_layout_attnres.py")
+KIMI_K3 = tuple(f"kimi_k3_{part}attnres.py" for part in ("", "configuration_", "layout_", "packed_"))
 LISTS = "linear_attn_config"
 LAYERS = "language_model.model.layers."
 
@@ -336,8 +337,8 @@ LAYERS = "language_model.model.layers."
         (field("topk_method", "greedy"), "`topk_method` is 'greedy'"),
         (field("hidden_act", "sitou"), "`hidden_act` is 'sitou'"),
         (
-            field("quantization_config", {"format": "nvfp4-pack-quantized"}),
-            "`quantization_config` has the format 'nvfp4",
+            field("quantization_config", {"format": "float-quantized"}),
+            "`quantization_config` has the format 'float",
         ),
     ],
 )
@@ -398,7 +399,7 @@ def test_a_decoder_that_is_loaded_as_a_language_model_names_the_class_that_loads
 @pytest.mark.parametrize(
     ("end", "new", "message"),
     [
-        ("experts.1.w1.weight_scale", None, r"lacks `.*experts.1.w1.weight_scale`, the scale"),
+        ("experts.1.w1.weight_scale", None, r"lacks `.*experts.1.w1.weight_scale`, a part"),
         (
             "experts.1.w1.weight_scale",
             torch.zeros(32, 2, dtype=torch.uint8),
