@@ -11,7 +11,7 @@ import typer
 from attnres.checkpoints.source import ModelSource
 from attnres.utils.declared import declared_connections
 from attnres.utils.files import check_space
-from attnres.utils.model_files import WRITTEN_MODEL, weight_bytes
+from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL, weight_bytes
 from attnres.utils.wording import did_you_mean
 
 from .choices import Debug, Imports, check_out
@@ -41,6 +41,13 @@ class Undone(StrEnum):
 
     standard = "standard"
     released = "released"
+
+
+class AdapterForm(StrEnum):
+    """The forms of an adapter of Kimi K3."""
+
+    released = "released"
+    attnres = "attnres"
 
 
 def convert(
@@ -83,6 +90,12 @@ def convert(
         Undone | None,
         typer.Option(help="`standard`: undo an untrained retrofit. `released`: undo a conversion of Kimi K3."),
     ] = None,
+    adapter: Annotated[
+        AdapterForm | None,
+        typer.Option(
+            help="Convert an adapter of Kimi K3 to the `released` names, for other programs, or from them to `attnres`."
+        ),
+    ] = None,
     set_block_size: Annotated[
         int | None, typer.Option(min=1, help="Change the blocks of an AttnRes model, if its function stays the same.")
     ] = None,
@@ -115,6 +128,7 @@ def convert(
     attnres convert llama-attnres regrouped --set-block-size 2
     attnres convert llama-attnres llama-again --to standard
     attnres convert my-k3 my-k3-attnres
+    attnres convert runs/lora/adapter for-others --adapter released
     """
     values = {
         "block_size": block_size,
@@ -129,10 +143,18 @@ def convert(
     # Of the options that the user has given, `flags` are for a retrofit, and `others` for other conversions.
     flags = [name for name, is_given in {"--residual": residual, "--set": fields}.items() if is_given]
     flags += map(flag, options)
-    others = [name for name, value in {"--set-block-size": set_block_size, "--to": to}.items() if value is not None]
+    kinds = {"--set-block-size": set_block_size, "--to": to, "--adapter": adapter}
+    others = [name for name, value in kinds.items() if value is not None]
     if len(others) + bool(flags) > 1:
         raise typer.BadParameter(f"{' and '.join([*others, *flags])} exclude each other.")
     check_options(connection, options)
+    if adapter is not None:
+        check_out(target, WRITTEN_ADAPTER, overwrite, "DST")
+        with loading():
+            from attnres.conversion.adapter_kimi_k3 import convert_adapter
+        convert_adapter(Path(source), target, adapter.value, overwrite=overwrite)
+        typer.echo(f"Written to {target}.")
+        return
     ModelSource(source).check(needs_weights=True)
     if Path(source).is_dir():
         folder, result = Path(source).resolve(), target.resolve()

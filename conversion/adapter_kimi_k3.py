@@ -1,0 +1,278 @@
+"""Convert adapters of Kimi K3 between PEFT's form for stacked experts and the names of the released checkpoint.
+
+    here        ...layers.1.mlp.experts.base_layer.lora_A.weight        [experts * rank, in]
+    released    ...layers.1.block_sparse_moe.experts.0.w1.lora_A.weight          [rank, in]
+
+Other programs write and read the second form, which has an adapter for each matrix of the released checkpoint. There
+gate and up projection (w1 and w3) of an expert have adapters of their own. Read from here, they share A. Joined to one
+adapter of the stacked projection, two that share nothing have twice the rank:
+
+    [w1; w3] x + [[B1, 0], [0, B3]] [A1; A3] x
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
+
+from attnres import AttnResKimiK3Config
+from attnres.checkpoints.source import ModelSource
+from attnres.checkpoints.source_files import json_text, read_object
+from attnres.kimi_k3_configuration_attnres import COMPOSITE
+from attnres.kimi_k3_layout_attnres import PREFIX, released_shapes
+from attnres.utils.files import atomic_directory
+from attnres.utils.model_files import WRITTEN_ADAPTER
+
+_ROOT = "base_model.model."  # PEFT's prefix of all names
+# A part of the name of a module here -> the part in a released checkpoint.
+_RENAMED = {
+    r"\.self_attn\.forget_gate\.": ".self_attn.",
+    r"\.mlp\.(?!(?:gate|up|down)_proj)": ".block_sparse_moe.",
+}
+_OF_GATE = r"\.self_attn\.(?=f_[ab]_proj)"
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\Z")
+_FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight\Z")
+
+
+def convert_adapter(source: Path, target: Path, form: str, *, overwrite: bool = False) -> None:
+    """Convert an adapter of Kimi K3.
+
+    Args:
+        source: The folder of the adapter, whose `adapter_config.json` names the base model.
+        target: The folder to write.
+        form: `released` for released names, with an adapter for each expert; `attnres` for PEFT's form of the models
+            here.
+        overwrite: Whether to replace `target` if it holds an adapter and nothing else.
+
+    Raises:
+        OSError: A file is missing or cannot be written.
+        ValueError: The adapter is not of this base, or not in the other form.
+    """
+    fields = read_object(source / ADAPTER_CONFIG_NAME)
+    tensors = load_file(source / ADAPTER_SAFE_WEIGHTS_NAME)
+    config = _base_of(source, fields)
+    factors, others = _factors(tensors)
+    convert = _to_released if form == "released" else _from_released
+    result, changed = convert(config, fields, factors, others, source)
+    with atomic_directory(target, WRITTEN_ADAPTER, overwrite=overwrite) as folder:
+        save_file(result, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG_NAME).write_text(json_text(fields | changed), encoding="utf-8")
+
+
+def _base_of(source: Path, fields: Mapping[str, Any]) -> AttnResKimiK3Config:
+    """Return the configuration of the base model that an adapter names."""
+    base = fields.get("base_model_name_or_path") or ""
+    try:
+        config = ModelSource(base).config()
+    except OSError as error:
+        raise FileNotFoundError(
+            f"the base model {base!r} of the adapter is not found: put its directory or Hub id into "
+            f"`base_model_name_or_path` of {source / ADAPTER_CONFIG_NAME}."
+        ) from error
+    if not isinstance(config, AttnResKimiK3Config):
+        raise ValueError(f"the base model {base} of the adapter is {config.model_type}, but must be Kimi K3.")
+    return config
+
+
+Factors = dict[str, dict[str, Tensor]]
+
+
+def _factors(tensors: Mapping[str, Tensor]) -> tuple[Factors, dict[str, Tensor]]:
+    """Return the factors A and B of each adapted module by its name, and the other tensors, both without a prefix."""
+    factors: Factors = defaultdict(dict)
+    others = {}
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix(_ROOT).removeprefix(PREFIX)
+        if match := _FACTOR.match(name):
+            factors[match[1]][match[2]] = tensor
+        else:
+            others[name] = tensor
+    return factors, others
+
+
+def _released_name(name: str) -> str:
+    for pattern, part in _RENAMED.items():
+        name = re.sub(pattern, part, name)
+    return name
+
+
+def _own_name(name: str) -> str:
+    name = re.sub(_OF_GATE, ".self_attn.forget_gate.", name)
+    return name.replace(".block_sparse_moe.", ".mlp.")
+
+
+def _check(config: AttnResKimiK3Config, factors: Factors, source: Path) -> None:
+    """Raise ValueError if the factors of released modules do not fit the matrices of the base model."""
+    shapes = released_shapes(config)
+    for name, parts in factors.items():
+        shape = shapes.get(f"{name}.weight")
+        a, b = parts.get("A"), parts.get("B")
+        if shape is None or a is None or b is None or (len(b), a.shape[1]) != shape or len(a) != b.shape[1]:
+            problem = "has no such matrix" if shape is None else f"has a matrix of shape {list(shape)} there"
+            raise ValueError(
+                f"the adapter in {source} is of another base model: the base that it names {problem}, `{name}`."
+            )
+
+
+def _strength(fields: Mapping[str, Any], name: str) -> float:
+    """Return the factor by which PEFT scales an adapter, by the name of its module or parameter."""
+    rank, alpha = (_of_pattern(fields, key, pattern, name) for key, pattern in _STRENGTHS)
+    return alpha / rank**0.5 if fields.get("use_rslora") else alpha / rank
+
+
+_STRENGTHS = (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
+
+
+def _of_pattern(fields: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
+    """Return the rank or alpha of a module: of the first pattern that its name ends in, as PEFT reads them."""
+    patterns = fields.get(pattern) or {}
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), fields[key])
+
+
+def _split_rules(strengths: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+    """Return the fields of a configuration for the rank and the strength of each module.
+
+    The pair of the last module is the default, and the others are patterns.
+    """
+    by_pair = defaultdict(list)
+    for name, (rank, strength) in strengths.items():
+        by_pair[rank, rank * strength].append(name)
+    *rest, (rank, alpha) = sorted(by_pair, key=lambda pair: [*strengths].index(by_pair[pair][-1]))
+    patterns = {pair: "|".join(map(re.escape, sorted(by_pair[pair]))) for pair in rest}
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {pattern: pair[0] for pair, pattern in patterns.items()},
+        "alpha_pattern": {pattern: pair[1] for pair, pattern in patterns.items()},
+        "use_rslora": False,
+    }
+
+
+def _end(name: str) -> str:
+    """Return the name of a module within its layer."""
+    return re.sub(r"^model\.layers\.\d+\.", "", name)
+
+
+Result = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def _to_released(
+    config: AttnResKimiK3Config, fields: Mapping[str, Any], factors: Factors, others: dict[str, Tensor], source: Path
+) -> Result:
+    count = config.num_local_experts or 1
+    released: Factors = {}
+    strengths: dict[str, tuple[int, float]] = {}
+    for name, parts in factors.items():
+        if ".block_sparse_moe." in name:
+            raise ValueError(f"the adapter in {source} has released names already, such as `{name}`.")
+        if not name.removesuffix(".base_layer").endswith(".experts"):
+            released[_released_name(name)] = parts
+            strengths[_released_name(name)] = len(parts["A"]), _strength(fields, name)
+            continue
+        a, b = parts["A"], parts["B"]
+        # PEFT nests the wrappers of two parameters, and a single one has the name of the module.
+        is_gate_up = name.endswith(".base_layer") or not any("down_proj" in key for key in fields["target_parameters"])
+        stacked = f"{name.removesuffix('.base_layer')}.{'gate_up_proj' if is_gate_up else 'down_proj'}"
+        owner, rank = _released_name(f"{name.removesuffix('.base_layer')}."), len(a) // count
+        if rank * count != len(a) or b.shape[1] != len(a):
+            raise ValueError(
+                f"the adapter in {source} is of another base model: the base that it names has {count} experts, which "
+                f"do not divide the {len(a)} rows of `{name}.lora_A`."
+            )
+        for expert, (one_a, one_b) in enumerate(
+            zip(a.view(count, rank, -1).unbind(0), b.view(len(b), rank, count).unbind(-1))
+        ):
+            # The rows of B are the gate's, then the up projection's.
+            halves = zip(("w1", "w3"), one_b.chunk(2)) if is_gate_up else [("w2", one_b)]
+            for part, rows in halves:
+                released[f"{owner}{expert}.{part}"] = {"A": one_a, "B": rows}
+                strengths[part] = rank, _strength(fields, stacked)
+    _check(config, released, source)
+    prefix = _ROOT + (PREFIX if config.checkpoint_layout == COMPOSITE else "")
+    result = {f"{prefix}{n}.lora_{f}.weight": t.clone() for n, parts in released.items() for f, t in parts.items()}
+    result |= {prefix + name: tensor for name, tensor in others.items()}
+    by_end = {_end(name): pair for name, pair in strengths.items()}
+    return result, {"target_modules": sorted(by_end), "target_parameters": None, **_split_rules(by_end)}
+
+
+def _from_released(
+    config: AttnResKimiK3Config, fields: Mapping[str, Any], factors: Factors, others: dict[str, Tensor], source: Path
+) -> Result:
+    _check(config, factors, source)
+    own: Factors = {}
+    strengths: dict[str, tuple[int, float]] = {}
+    experts: dict[str, dict[str, dict[int, dict[str, Tensor]]]] = defaultdict(lambda: defaultdict(dict))
+    for name, parts in factors.items():
+        if match := _EXPERT.match(name):
+            experts[match[1]][match[3]][int(match[2])] = parts
+        else:
+            own[_own_name(name)] = parts
+            strengths[_own_name(name)] = len(parts["A"]), _strength(fields, name)
+    stacks: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for owner, by_part in experts.items():
+        name = _own_name(f"{owner}.").removesuffix(".")
+        for stack, names in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+            if any(part in by_part for part in names):
+                # A factor has the strength of its adapter already, since those of w1 and w3 may differ.
+                stacks[f"{name}.{stack}"] = [
+                    _join([_scaled(fields, owner, by_part, part, expert, config, source) for part in names])
+                    for expert in range(config.num_local_experts or 0)
+                ]
+    # One rank for all: PEFT takes it from the defaults, and says that it ignores patterns of parameters.
+    rank = max((len(a) for pairs in stacks.values() for a, _ in pairs), default=0)
+    for stack, pairs in stacks.items():
+        name = stack.rpartition(".")[0]
+        a = torch.cat([_padded(a, rank, 0) for a, _ in pairs])
+        b = torch.stack([_padded(b, rank, 1) for _, b in pairs], -1).flatten(1)
+        # PEFT puts the wrapper of `down_proj` around the other one.
+        inner = ".base_layer" if stack.endswith(".gate_up_proj") and f"{name}.down_proj" in stacks else ""
+        own[name + inner] = {"A": a, "B": b}
+        strengths[stack] = rank, 1.0
+    result = {f"{_ROOT}{n}.lora_{f}.weight": t.contiguous() for n, parts in own.items() for f, t in parts.items()}
+    result |= {_ROOT + name: tensor for name, tensor in others.items()}
+    modules = [name for name in strengths if name not in stacks]
+    changed = {"target_modules": modules, "target_parameters": [*stacks] or None}
+    return result, changed | _split_rules(strengths)
+
+
+def _scaled(
+    fields: Mapping[str, Any],
+    owner: str,
+    by_part: Mapping[str, Mapping[int, dict[str, Tensor]]],
+    part: str,
+    expert: int,
+    config: AttnResKimiK3Config,
+    source: Path,
+) -> tuple[Tensor, Tensor]:
+    """Return A, and B times the strength, of an expert's matrix; zeros if it has no adapter."""
+    name = f"{owner}.{expert}.{part}"
+    pair = by_part.get(part, {}).get(expert)
+    if pair is None:
+        if part in by_part:
+            raise ValueError(f"the adapter in {source} lacks `{name}`, which it has for other experts. Copy it again.")
+        rows, columns = released_shapes(config)[f"{name}.weight"]
+        return torch.zeros(0, columns), torch.zeros(rows, 0)
+    return pair["A"], pair["B"] * _strength(fields, name)
+
+
+def _join(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return the factors of matrices that are stacked along their rows."""
+    (first, _), *rest = pairs
+    if all(torch.equal(first, a) for a, _ in rest):
+        return first, torch.cat([b for _, b in pairs])
+    return torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs))
+
+
+def _padded(tensor: Tensor, rank: int, axis: int) -> Tensor:
+    """Return a factor with zeros up to a rank along an axis."""
+    missing = rank - tensor.shape[axis]
+    return torch.nn.functional.pad(tensor, (0, missing) if axis == 1 else (0, 0, 0, missing))
+
+
+__all__ = ["convert_adapter"]
