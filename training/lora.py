@@ -21,7 +21,6 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from attnres import peft_modules_to_save
-from attnres.kimi_k3_attnres import KimiK3Experts
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.extras import require_extra
 
@@ -31,7 +30,7 @@ with require_extra("train"):
     from peft import LoraConfig, PeftModel, get_peft_model
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
-    from .lora_experts import packed_stacks, use_wrappers
+    from .lora_experts import EXPERTS, packed_stacks, use_wrappers
 
 
 # The names that models of `transformers` have for a router of experts.
@@ -125,7 +124,7 @@ def add_adapters(
         modules_to_save=peft_modules_to_save(model) or None,
         **options,
     )
-    is_kimi_k3 = parameters and any(isinstance(module, KimiK3Experts) for module in model.modules())
+    is_kimi_k3 = parameters and any(isinstance(module, EXPERTS) for module in model.modules())
     if shared_outer and not is_kimi_k3:
         raise ValueError("`shared_outer` is for adapters of Kimi K3's experts: leave it out.")
     if parameters and not is_kimi_k3 and (getattr(_sharding(model), "ep_size", None) or 1) > 1:

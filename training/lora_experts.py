@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres.kimi_k3_attnres import KimiK3Experts
+from attnres.kimi_k3_attnres import KimiK3Experts, KimiK3PackedExperts
 from attnres.utils.extras import require_extra
 
 with require_extra("train"):
     from peft import LoraConfig
     from peft.tuners import lora
 
+EXPERTS = (KimiK3Experts, KimiK3PackedExperts)
 STACKS = ("gate_up_proj", "down_proj")  # the stacked weights of experts; PEFT nests their wrappers in this order
 
 
@@ -170,7 +171,7 @@ def packed_stacks(model: nn.Module) -> Generator[None]:
     Args:
         model: The base model.
     """
-    packed = [module for module in model.modules() if hasattr(module, "packing")]
+    packed = [module for module in model.modules() if isinstance(module, KimiK3PackedExperts)]
     for experts in packed:
         count, hidden, width = len(_stored(experts)), experts.hidden_dim, experts.intermediate_dim
         for name, shape in zip(STACKS, ((count, 2 * width, hidden), (count, hidden, width)), strict=True):
@@ -191,4 +192,5 @@ def use_wrappers(config: LoraConfig, shared_outer: bool = False) -> None:
         config: The configuration of the adapter.
         shared_outer: Whether experts share the outer factors.
     """
-    config._register_custom_module({KimiK3Experts: SharedOuterWrapper if shared_outer else ParamWrapper})
+    wrapper = SharedOuterWrapper if shared_outer else ParamWrapper
+    config._register_custom_module(dict.fromkeys(EXPERTS, wrapper))

@@ -21,8 +21,9 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
-from attnres import ResidualConfig
+from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.checkpoints.generation_settings import check_generation_saving
+from attnres.checkpoints.kimi_k3 import is_packed
 from attnres.checkpoints.source import SPECIAL_TOKENS
 from attnres.checkpoints.whole import Part, check_memory
 from attnres.configuration import count_parameters
@@ -246,7 +247,7 @@ def prepare_model(
             model = load_sharded(None, sharding, start, build)
         else:
             load = partial(load_sharded, sharding=sharding, start=start, build=build)
-            model = recipe.source.build(load, **recipe.config)
+            model = recipe.source.build(load, **_fields(recipe))
     if recipe.lora is not None:
         from .lora import add_adapters  # here, since `peft` comes with an extra
 
@@ -292,7 +293,7 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     if config is not None:
         model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
     elif options is None:
-        model = recipe.source.build(starts_anew=True, part=part, **recipe.config)
+        model = recipe.source.build(starts_anew=True, part=part, **_fields(recipe))
     else:
         loaded = None if part is None else partial(_part_of_retrofit, options, part)
         model = recipe.source.build(load_source, starts_anew=True, part=loaded, **recipe.config)
@@ -300,6 +301,18 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
         # A retrofit of the whole model refuses one that is offloaded.
         model = retrofit(model, **options) if part is None else retrofit_part(model, **options)
     return model
+
+
+def _fields(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of the configuration to load a model with. Packed experts stay packed beside adapters.
+
+    Merging needs them unpacked.
+    """
+    if recipe.lora is None or recipe.merge or "packed_experts" in recipe.config:
+        return recipe.config
+    config = recipe.source.config(**recipe.config)
+    is_kept = isinstance(config, AttnResKimiK3Config) and is_packed(recipe.source.checkpoint)
+    return recipe.config | ({"packed_experts": True} if is_kept else {})
 
 
 def _part_of_retrofit(options: dict[str, Any], part: Part, source: PreTrainedModel) -> frozenset[str]:

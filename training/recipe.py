@@ -250,6 +250,11 @@ class Recipe:
                 raise ValueError(f"`{name}` of the recipe has no effect without `{needed}`: give both or neither.")
         if self.distributed is not None and self.pipeline is not None:
             raise ValueError("`pipeline` and `distributed` of the recipe exclude each other: leave out one of them.")
+        if self.lora is not None and self.distributed is not None and (self.distributed.tp_size or 1) > 1:
+            raise ValueError(
+                "`lora` of the recipe does not work with `tp_size` of `distributed`, since PEFT does not cut adapters "
+                "as `transformers` cuts matrices: shard the model by `fsdp_size`, `ep_size` or `pipeline`."
+            )
         if self.distributed is not None and self.distributed.sequence_parallel and self.trainer.neftune_noise_alpha:
             raise ValueError(
                 "`trainer.neftune_noise_alpha` of the recipe does not work with `sequence_parallel`, where each "

@@ -195,6 +195,8 @@ def load_sharded(
     # `transformers` saves a model in the layout that it was loaded from. `start` is not in a published layout, but the
     # run's result must be.
     vars(model).pop("_weight_conversions", None)
+    if source is not None:
+        model.name_or_path = model.config.name_or_path = source  # by which the file of an adapter names its base
     return sum_gradients_of_norms(model)
 
 
