@@ -64,6 +64,15 @@ def plan(
     train: Annotated[bool, typer.Option("--train", help="Plan a training step. This is the default.")] = False,
     serve: Annotated[bool, typer.Option("--serve", help="Plan serving: prompts, and tokens of all sequences.")] = False,
     optimizer: Annotated[Optimizer, typer.Option(help="The optimizer of --train.")] = Optimizer.adamw,
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=10**5, metavar="RANK", help="With --train, train adapters alone, beside frozen weights."
+        ),
+    ] = None,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Keep routed experts packed as MXFP4; with --lora or --serve.")
+    ] = False,
     prefill_chunk: Annotated[
         int, typer.Option(min=1, max=_LARGEST, help="Tokens of a prompt that --serve computes at once.")
     ] = 16384,
@@ -86,12 +95,15 @@ def plan(
     Nothing is downloaded but the configuration, and no device is needed: memory is counted on tensors without data.
 
     attnres plan kimi-k3 --devices 1024 --memory 141 --batch-tokens 16777216
+    attnres plan kimi-k3 --devices 16 --memory 192 --lora 32 --packed
     attnres plan my-attnres --devices 8 --context 131072 --serve
     """
     given = given_options(context_of_click)
     if train and serve:
         raise typer.BadParameter("--train and --serve exclude each other: give one of them.")
-    foreign = ("optimizer",) if serve else ("prefill_chunk",)
+    if packed and not serve and lora is None:
+        raise typer.BadParameter("--packed needs --lora or --serve: packed experts cannot be trained.")
+    foreign = ("optimizer", "lora") if serve else ("prefill_chunk",)
     if others := [flag(name) for name in foreign if name in given]:
         raise typer.BadParameter(f"{others[0]} needs {'--train' if serve else '--serve'}.")
     if batch_tokens and context and batch_tokens % context:
@@ -120,6 +132,6 @@ def plan(
         # `Costs` refuses a model whose longest context is less than one token.
         length = context or (min(CONTEXT, longest) if longest is not None and longest > 0 else CONTEXT)
         chunk = min(prefill_chunk, length)
-        return Job(devices, length, batch_tokens or devices * length, not serve, optimizer.value, chunk)
+        return Job(devices, length, batch_tokens or devices * length, not serve, optimizer.value, chunk, lora, packed)
 
     run_plan(source, make_job, device, shown=shown, runnable=runnable, as_json=json)

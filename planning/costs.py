@@ -11,7 +11,7 @@ from .jobs import Job, Layout
 from .schedules import fullest_moment, rank_actions
 from .traces import Trace
 from .tracing import trace
-from .weights import StageWeights, Weights, model_weights, stage_weights
+from .weights import StageWeights, Weights, adapter_weights, model_weights, stage_weights
 
 
 class Costs:
@@ -48,7 +48,12 @@ class Costs:
     @cached_property
     def weights(self) -> list[Weights]:
         """The parameters of the model; see [`model_weights`]."""
-        return model_weights(self.config)
+        return model_weights(self.config, self.job.packed)
+
+    @cached_property
+    def adapters(self) -> dict[int, int]:
+        """Numbers that are trained beside frozen weights, by layer; see [`adapter_weights`]."""
+        return {} if self.job.lora is None else adapter_weights(self.config, self.job.lora)
 
     @property
     def num_layers(self) -> int:
@@ -122,6 +127,7 @@ class Costs:
             copy = self._tied_head if is_last and not is_first else []
             sums = stage_weights([*weights, *copy], layout, self.job.optimizer, used / experts)
             sums.activated += sum(weight.on_one_device(layout) for weight in self._tied_head if is_last)
+            sums.adapters = sum(self.adapters.get(layer, 0) for layer in layers)
             self._stages[key] = sums
         return self._stages[key]
 

@@ -76,6 +76,8 @@ class Job:
         training: Whether to train; if not, to serve.
         optimizer: A key of [`OPTIMIZERS`].
         chunk: Tokens of a prompt that are computed at once in serving.
+        lora: The rank of adapters, which alone are trained, with the residual connections; `None` to train all.
+        packed: Whether routed experts are packed as MXFP4. They cannot be trained then.
     """
 
     devices: int
@@ -84,6 +86,8 @@ class Job:
     training: bool = True
     optimizer: str = "adamw"
     chunk: int = 16384
+    lora: int | None = None
+    packed: bool = False
 
     def __post_init__(self):
         for name in ("devices", "context", "batch_tokens", "chunk"):
@@ -94,6 +98,8 @@ class Job:
                 f"batch_tokens must be a multiple of the context ({self.context:,}), got {self.batch_tokens:,}: "
                 f"{max(1, self.batch_tokens // self.context) * self.context:,} is one."
             )
+        if self.packed and self.training and self.lora is None:
+            raise ValueError("Packed experts cannot be trained: give a rank of adapters by `lora`.")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"The optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}.")
 

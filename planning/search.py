@@ -47,9 +47,13 @@ def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
     groups of data. Numbers of stages on a rank are those of `VIRTUAL`.
     """
     experts, _ = costs.experts
-    has_tensor = any(weight.is_sharded for weight in costs.weights)
+    # Adapters are not cut as matrices are.
+    has_tensor = job.lora is None and any(weight.is_sharded for weight in costs.weights)
     for tensor in _divisors(job.devices):
-        if tensor > 1 and (not has_tensor or tensor > device.per_node or not _can_shard(costs, tensor)):
+        # Adapters are not cut as matrices are.
+        if tensor > 1 and (
+            job.lora is not None or not has_tensor or tensor > device.per_node or not _can_shard(costs, tensor)
+        ):
             continue
         for pipeline in _divisors(job.devices // tensor):
             data = job.devices // tensor // pipeline

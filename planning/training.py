@@ -1,15 +1,16 @@
 """The plan of a training step: memory, traffic and time of one layout.
 
 A pipeline runs 1F1B, or Interleaved 1F1B if its ranks have several stages. Weights, gradients and optimizer states are
-in float32, and layers compute with copies in 16 bits.
+in float32, and layers compute with copies in 16 bits. Beside adapters, weights are frozen, in 16 bits or packed. The
+adapters are in float32, whole on each device that computes with them.
 """
 
 from collections.abc import Iterable
 
 from .costs import Costs
-from .jobs import Device, Layout, Plan
+from .jobs import OPTIMIZERS, Device, Layout, Plan
 from .schedules import sent_bytes
-from .weights import StageWeights
+from .weights import PACKED, StageWeights
 
 MASTER = 4  # bytes of a weight that the optimizer updates, and of its gradient
 COPY = 2  # bytes of the copy that layers compute with, of new gradients, and of activations
@@ -51,6 +52,15 @@ def _total(parts: dict[str, float]) -> float:
 
 def _memory(costs: Costs, layout: Layout, rank: int, microbatches: int, weights: StageWeights) -> dict[str, float]:
     """Return the bytes of one rank of a pipeline by purpose."""
+    if costs.job.lora is not None:
+        states, others, working = costs.kept(layout, rank, microbatches)
+        frozen = weights.stored_bytes + 2 * weights.largest_layer_bytes if layout.reshard else weights.bytes
+        return {
+            "weights": frozen,
+            "adapters": weights.adapters * (2 * MASTER + OPTIMIZERS[costs.job.optimizer][0]),  # with gradients, states
+            "activations": others + working,
+            "block states": states,
+        }
     if layout.reshard:
         # The copies of the layer that runs and of the next one. New gradients leave the device after each layer.
         copies, new = 2 * weights.largest_layer, weights.largest_layer
@@ -80,7 +90,7 @@ def _sent(costs: Costs, layout: Layout, microbatches: int, weights: StageWeights
     # A sum is a scatter and a gather along the sequence. Tokens go to their experts and come back.
     summed = 2 * weights.sums * costs.config.hidden_size * (1 - 1 / layout.tensor)
     routed = 2 * weights.sparse_layers * costs.expert_columns * (1 - 1 / layout.expert)
-    return {
+    traffic = {
         "weights": gathers * weights.gathered * COPY,
         "experts' weights": gathers * weights.gathered_experts * COPY,
         "gradients": sums * gathered * MASTER + 2 * (replicas - 1) / replicas * weights.stored * MASTER,
@@ -88,6 +98,13 @@ def _sent(costs: Costs, layout: Layout, microbatches: int, weights: StageWeights
         # Devices of a tensor group send different tokens.
         "experts": passes * routed * column / layout.tensor,
     }
+    if costs.job.lora is not None:
+        # Frozen weights that are not sharded stay where they are, and only adapters have gradients.
+        for purpose in ("weights", "experts' weights"):
+            traffic[purpose] *= layout.reshard
+        traffic["experts' weights"] *= PACKED / COPY if costs.job.packed else 1
+        traffic["gradients"] = 2 * (layout.data - 1) / layout.data * weights.adapters * MASTER
+    return traffic
 
 
 def _crossing(costs: Costs, layout: Layout) -> list[int]:
@@ -108,7 +125,8 @@ def _seconds(
 ) -> tuple[dict[str, float], float]:
     """Return the estimated time of a step by purpose, and in total."""
     flops = costs.forward_flops(layout)
-    passes = 4 if layout.checkpointing else 3  # in units of the forward pass; a backward pass takes two
+    # In units of the forward pass. A backward pass takes two, or one if the weights are frozen.
+    passes = (4 if layout.checkpointing else 3) - (costs.job.lora is not None)
     rate = device.flops * device.efficiency / passes
     computing = [sum(flops[rank :: layout.pipeline]) / rate for rank in range(layout.pipeline)]
     seconds = {
@@ -128,6 +146,8 @@ def _seconds(
     exposed = max(0.0, seconds["weights"] + seconds["gradients"] - hides)
     # The optimizer reads and writes weights and states, and reads gradients.
     moved = max(3 * MASTER * of_rank.stored + 2 * of_rank.optimizer for of_rank in weights)
+    if costs.job.lora is not None:
+        moved = max(of_rank.adapters for of_rank in weights) * (3 * MASTER + 2 * OPTIMIZERS[costs.job.optimizer][0])
     seconds["optimizer"] = moved / device.memory_bandwidth
     return seconds, step + seconds["pipeline"] + seconds["bubble"] + exposed + seconds["optimizer"]
 
@@ -180,6 +200,12 @@ def _weight_seconds(
     # Each layer's ring has a step for each other device.
     ring = (layout.shard - 1) * device.latency * costs.num_layers / layout.pipeline
     gathers = 2 * microbatches if layout.reshard else 1
+    if costs.job.lora is not None:
+        rate = device.collective_rate(layout.data, stride=layout.tensor)
+        return {
+            "weights": sent["weights"] / gather + sent["experts' weights"] / gather_experts + gathers * ring,
+            "gradients": sent["gradients"] / rate,
+        }
     return {
         "weights": sent["weights"] / gather + sent["experts' weights"] / gather_experts + gathers * ring,
         "gradients": sums * (reduced * MASTER + ring) + 2 * (replicas - 1) / replicas * stored * MASTER / replicate,

@@ -6,10 +6,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from attnres import ResidualConfig
+from attnres.configuration.adapted import count_adapters
 from attnres.parameter_kinds import parameters_by_kind
+from attnres.residual_attnres import residual_tensors
 
 from .building import WEIGHT_STYLES, Batch, build, layers_of, sharded_dimension, tensor_rules, without_data
 from .jobs import OPTIMIZERS, Layout
+
+PACKED = (4 + 8 / 32) / 8  # bytes of a number in MXFP4: a code of four bits, and a scale of eight for each 32
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,14 @@ class Weights:
         return self.number / (layout.tensor if self.is_sharded else 1)
 
 
-def model_weights(config: ResidualConfig) -> list[Weights]:
+def model_weights(config: ResidualConfig, packed: bool = False) -> list[Weights]:
     """Return the parameters of a configuration's causal language model, grouped by layer and kind.
 
     Tied parameters count once.
+
+    Args:
+        config: The configuration.
+        packed: Whether routed experts are packed as MXFP4.
     """
     batch = Batch(1, 1)
     with without_data(batch):
@@ -79,7 +87,29 @@ def model_weights(config: ResidualConfig) -> list[Weights]:
         kind = layer, id(parameter) in matrices, id(parameter) in experts, dimension is not None
         is_summed = dimension == -1 and number is not None
         groups[kind] = groups.get(kind, Weights(*kind)).with_parameter(parameter, is_summed)
+    if packed:
+        return [replace(w, bytes=round(w.number * PACKED)) if w.is_expert else w for w in groups.values()]
     return [*groups.values()]
+
+
+def adapter_weights(config: ResidualConfig, rank: int) -> dict[int, int]:
+    """Count the values that are trained beside frozen weights: adapters, and the tensors of residual connections.
+
+    Args:
+        config: The configuration.
+        rank: The rank of the adapters.
+
+    Returns:
+        The count of each layer; the number of layers stands for the output.
+    """
+    batch = Batch(1, 1)
+    with without_data(batch):
+        model = build(config, batch)
+        counts = dict(enumerate(count_adapters(model, rank)))
+    for name, tensor in residual_tensors(model).items():
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), len(layers_of(model)))
+        counts[layer] = counts.get(layer, 0) + tensor.numel()
+    return counts
 
 
 @dataclass
@@ -95,10 +125,13 @@ class StageWeights:
         activated: Numbers that one token is multiplied with, on average over the devices of an expert group.
         gathered: Numbers that a gather of all weights brings to the device, without those of routed experts.
         gathered_experts: The same for routed experts.
+        stored_bytes: Bytes of `stored` in the model's dtype.
         largest_layer: `computed` of the largest layer.
+        largest_layer_bytes: The bytes of that layer in the model's dtype.
         largest_gradient: Numbers in the largest gradient that exists beside the accumulated one.
         sums: Number of products that are sums over the devices of tensor parallelism.
         sparse_layers: Number of layers with routed experts.
+        adapters: Numbers that are trained beside frozen weights, whole on each device.
     """
 
     computed: float = 0.0
@@ -109,10 +142,13 @@ class StageWeights:
     activated: float = 0.0
     gathered: float = 0.0
     gathered_experts: float = 0.0
+    stored_bytes: float = 0.0
     largest_layer: float = 0.0
+    largest_layer_bytes: float = 0.0
     largest_gradient: float = 0.0
     sums: int = 0
     sparse_layers: int = 0
+    adapters: int = 0
 
 
 def stage_weights(weights: Iterable[Weights], layout: Layout, optimizer: str, used: float) -> StageWeights:
@@ -127,6 +163,7 @@ def stage_weights(weights: Iterable[Weights], layout: Layout, optimizer: str, us
     total = StageWeights()
     for_matrix, for_other = OPTIMIZERS[optimizer]
     by_layer: dict[int, float] = {}
+    bytes_by_layer: dict[int, float] = {}
     sparse: set[int] = set()
     for weight in weights:
         computed = weight.on_one_device(layout)
@@ -135,13 +172,16 @@ def stage_weights(weights: Iterable[Weights], layout: Layout, optimizer: str, us
         total.computed += computed
         total.stored += stored
         total.optimizer += stored * (for_matrix if weight.is_matrix else for_other)
-        total.bytes += computed * weight.bytes / weight.number
+        size = weight.bytes / weight.number
+        total.bytes += computed * size
+        total.stored_bytes += stored * size
+        bytes_by_layer[weight.layer] = bytes_by_layer.get(weight.layer, 0.0) + computed * size
         by_layer[weight.layer] = by_layer.get(weight.layer, 0.0) + computed
         if weight.is_expert or weight.layer == -1:
             total.largest_gradient = max(total.largest_gradient, computed * weight.largest / weight.number)
         if weight.is_expert:
             total.gathered_experts += computed - stored
-            total.expert_bytes += computed * weight.bytes / weight.number
+            total.expert_bytes += computed * size
             sparse.add(weight.layer)
             # Each device of an expert group computes as many tokens as it has, whatever devices their experts are on.
             total.activated += weight.number * used / (1 if layout.expert > 1 else layout.tensor)
@@ -152,7 +192,8 @@ def stage_weights(weights: Iterable[Weights], layout: Layout, optimizer: str, us
         if not (weight.is_expert and layout.expert > 1):
             total.sums += weight.sums
     total.largest_layer, total.sparse_layers = max(by_layer.values()), len(sparse)
+    total.largest_layer_bytes = max(bytes_by_layer.values())
     return total
 
 
-__all__ = ["StageWeights", "Weights", "model_weights", "stage_weights"]
+__all__ = ["PACKED", "StageWeights", "Weights", "adapter_weights", "model_weights", "stage_weights"]

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from attnres import peft_modules_to_save
+from attnres.configuration.adapted import expert_rank_of, expert_weights, projections
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.extras import require_extra
 
@@ -31,10 +31,6 @@ with require_extra("train"):
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
     from .lora_experts import EXPERTS, packed_stacks, use_wrappers
-
-
-# The names that models of `transformers` have for a router of experts.
-_ROUTERS = ("gate", "router")
 
 
 def add_adapters(
@@ -107,8 +103,7 @@ def add_adapters(
     alpha = 2 * rank if alpha is None else alpha
     options: dict[str, Any] = {"r": rank, "lora_alpha": alpha}
     if parameters:
-        per_token = getattr(model.config, "num_experts_per_tok", None) or 1
-        expert_rank = expert_rank or max(1, rank // per_token)
+        expert_rank = expert_rank or expert_rank_of(model, rank)
         # `r` is the rank of the experts, and patterns set the rank of the projections. The other way round, PEFT would
         # warn that the patterns match no module, since experts are parameters.
         options = {"r": expert_rank, "lora_alpha": alpha * expert_rank / rank}
@@ -224,25 +219,6 @@ def _sharding(model: PreTrainedModel) -> Any:
     return getattr(model.config, "distributed_config", None)
 
 
-def projections(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers in the decoder layers, without routers: `self_attn.q_proj`."""
-    names = set()
-    for layer in _decoder_layers(model):
-        for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear) and not _is_router(layer, name):
-                names.add(name)
-    return sorted(names)
-
-
-def expert_weights(model: PreTrainedModel) -> list[str]:
-    """Return the names of the stacked weights `[experts, ., .]` in the decoder layers: `mlp.experts.gate_up_proj`."""
-    names = set()
-    for layer in _decoder_layers(model):
-        for name, module in layer.named_modules():
-            names.update(f"{name}.{parameter}" for parameter in _stacked_weights(module))
-    return sorted(names)
-
-
 def _names_that_peft_changes(model: PreTrainedModel) -> Collection[str]:
     """Return the ends of names that PEFT takes for those of experts in earlier releases of `transformers`.
 
@@ -253,34 +229,6 @@ def _names_that_peft_changes(model: PreTrainedModel) -> Collection[str]:
 
     pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type, "")
     return conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}).keys()
-
-
-def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"the decoder of {type(model).__name__} does not keep its layers in `layers`.")
-    return layers
-
-
-def _stacked_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights `[experts, ., .]` that a module itself holds, by name."""
-    if isinstance(module, _ConvNd):  # kernels of convolutions have three axes too
-        return {}
-    weights = module.named_parameters(recurse=False)
-    return {name: weight for name, weight in weights if weight.ndim == 3 and weight.is_floating_point()}
-
-
-def _is_router(layer: nn.Module, name: str) -> bool:
-    """Return whether a linear layer is a router: it, or a module that it is in, is named so and lies beside experts.
-
-    A router's number of outputs, that of the experts, does not tell: projections may have as many.
-    """
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        siblings = layer.get_submodule(".".join(parts[:i])).children()
-        if part in _ROUTERS and any(_stacked_weights(module) for module in siblings):
-            return True
-    return False
 
 
 def _chosen(modules: list[str], parameters: list[str], targets: Collection[str]) -> tuple[list[str], list[str]]:
