@@ -175,7 +175,7 @@ def merge_adapters(adapted: PeftModel) -> PreTrainedModel:
     for module in adapted.modules():
         if isinstance(module, LoraLayer):
             base = module.get_base_layer()
-            weight = module.get_param() if isinstance(module, ParamWrapper) else base.weight
+            weight = getattr(base, module.parameter_name if isinstance(module, ParamWrapper) else "weight", None)
             if isinstance(weight, DTensor):
                 for parts in (module.lora_A, module.lora_B):
                     for part in parts.values():

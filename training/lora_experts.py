@@ -49,6 +49,12 @@ class ParamWrapper(lora.ParamWrapper):
         for part in (self.lora_A, self.lora_B):
             part[adapter_name].to(_stored(self.get_base_layer()).device)
 
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Merge adapters into the stacked weight, as PEFT calls it. Raise ValueError if it is packed."""
+        if isinstance(self.get_base_layer(), KimiK3PackedExperts):
+            raise ValueError("adapters cannot be merged into packed experts: load the base without `packed_experts`.")
+        super().merge(*args, **kwargs)
+
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Generator[None]:
         """Add the adapters to the products of the experts while the block runs."""

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from attnres.configuration import load
 from attnres.training.lora import add_adapters, load_adapter, merge_adapters
 
+from ..modeling_attnres.kimi_k3_release import QUANTIZATION, pack_experts, random_tensors, text_fields, write
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -28,12 +30,17 @@ def base_of(folder, **options):
 def adapted_of(folder, **options):
     """Return the model with an adapter that has been moved off its start."""
     torch.manual_seed(1)
-    adapted = add_adapters(base_of(folder), rank=4, **options)
+    return moved(add_adapters(base_of(folder), rank=4, **options)).eval()
+
+
+def moved(adapted):
+    """Return a model whose trained tensors have been changed, as training would."""
+    torch.manual_seed(2)
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return adapted.eval()
+    return adapted
 
 
 IDS = torch.arange(3, 51).view(2, 24)
@@ -99,3 +106,41 @@ def test_the_outer_factors_are_shared(folder):
     assert shapes == [(2, latent), (2 * width, 2 * count), (2 * count, width), (latent, 2)]
     with pytest.raises(ValueError, match="`shared_outer` is for adapters of Kimi K3's experts"):
         add_adapters(base_of(folder), shared_outer=True, experts=False)
+
+
+@pytest.fixture(scope="module")
+def packed_folder(tmp_path_factory):
+    fields = text_fields(quantization_config=QUANTIZATION)
+    packed, _ = pack_experts(random_tensors(fields))
+    return write(tmp_path_factory.mktemp("packed"), fields, packed)
+
+
+@pytest.mark.parametrize("shared_outer", [False, True])
+def test_adapters_on_packed_experts_are_those_on_unpacked_ones(packed_folder, tmp_path, shared_outer):
+    """Logits and gradients, and the adapter saved from either loads onto the other."""
+    losses, gradients, adapters = [], [], []
+    for packed in (False, True):
+        base = base_of(packed_folder, packed_experts=packed, dtype=torch.float32)
+        torch.manual_seed(1)
+        adapted = moved(add_adapters(base, rank=4, shared_outer=shared_outer))
+        losses.append(adapted(IDS, labels=IDS).loss)
+        losses[-1].backward()
+        gradients.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
+        adapted.save_pretrained(tmp_path / str(packed))
+        adapters.append(adapted)
+    torch.testing.assert_close(losses[0], losses[1])
+    assert gradients[0].keys() == gradients[1].keys() and any("experts" in name for name in gradients[0])
+    for name, gradient in gradients[0].items():
+        assert (gradients[1][name] - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-9, name
+    for packed in (False, True):
+        base = base_of(packed_folder, packed_experts=packed, dtype=torch.float32)
+        loaded = load_adapter(base, tmp_path / str(not packed))
+        torch.testing.assert_close(loaded(IDS, labels=IDS).loss, losses[0], rtol=1e-5, atol=1e-6)
+        with loaded.disable_adapter():
+            assert abs(loaded(IDS, labels=IDS).loss - losses[0]) > 1e-3
+
+
+def test_an_adapter_on_packed_experts_is_not_merged(packed_folder):
+    adapted = add_adapters(base_of(packed_folder, packed_experts=True), rank=4)
+    with pytest.raises(ValueError, match="packed experts: load the base without `packed_experts`"):
+        merge_adapters(adapted)
