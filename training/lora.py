@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from attnres import peft_modules_to_save
 from attnres.configuration.adapted import expert_rank_of, expert_weights, projections
@@ -27,7 +29,7 @@ from attnres.utils.extras import require_extra
 from .settings import LoraSettings, explained
 
 with require_extra("train"):
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
     from .lora_experts import EXPERTS, packed_stacks, use_wrappers
@@ -152,15 +154,22 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         The PEFT model, for inference.
 
     Raises:
-        ValueError: The adapter lacks tensors that its configuration declares, or has others.
+        ValueError: The adapter has other tensors than its configuration declares for this model.
     """
-    config = LoraConfig.from_pretrained(folder)
+    config = cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))
     use_wrappers(config)
     with warnings.catch_warnings(), packed_stacks(model):
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        # PEFT only warns of missing tensors, and says nothing of others. Both would leave an adapter without effect.
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        return PeftModel.from_pretrained(model, folder, config=config)
+        warnings.filterwarnings("ignore", "Found missing adapter keys")
+        adapted = PeftModel.from_pretrained(model, str(folder), config=config)
+    # PEFT only warns of missing tensors, and says nothing of others: the adapter would have no effect there.
+    with safe_open(Path(folder, ADAPTER_SAFE_WEIGHTS_NAME), "pt") as file:
+        if different := {*file.keys()} ^ get_peft_model_state_dict(adapted).keys():
+            raise ValueError(
+                f"{folder} is an adapter of another base model: only one of them has `{min(different)}`. Load it on "
+                "its own base."
+            )
+    return adapted
 
 
 def merge_adapters(adapted: PeftModel) -> PreTrainedModel:
@@ -183,7 +192,7 @@ def merge_adapters(adapted: PeftModel) -> PreTrainedModel:
     return cast(PreTrainedModel, adapted.merge_and_unload())
 
 
-def _replicated(tensor: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _replicated(tensor: Any, mesh: DeviceMesh) -> Any:
     """Return a plain tensor, the same in all processes, for operations with sharded ones."""
     if isinstance(tensor, DTensor):
         return tensor
@@ -198,7 +207,7 @@ def _whole_residual_tensors(model: PreTrainedModel) -> Generator[None]:
     FSDP2 gathers the parameters that it has sharded, and would leave copies of them in parts.
     """
     residual = {id(tensor) for tensor in residual_tensors(model).values()}
-    sharded = [
+    sharded: list[tuple[nn.Module, str, Any]] = [
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)

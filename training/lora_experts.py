@@ -35,13 +35,19 @@ class ParamWrapper(lora.ParamWrapper):
         first_expert: The number of the first expert that this process holds; not 0 with expert parallelism.
     """
 
+    # PEFT's attributes, whose types its code does not say.
+    lora_A: Any
+    lora_B: Any
+    scaling: Any
+    num_experts: int
+
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Make the tensors of an adapter, as PEFT calls it."""
-        experts = self.get_base_layer()
+        experts: Any = self.get_base_layer()
         # The stack has the experts of all processes.
         is_split = experts.num_experts < self.num_experts
-        mesh: Any = _stored(experts).device_mesh["ep"] if is_split else None
-        self.first_expert = mesh.get_local_rank() * experts.num_experts if is_split else 0
+        stored: Any = _stored(experts)
+        self.first_expert = stored.device_mesh["ep"].get_local_rank() * experts.num_experts if is_split else 0
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
@@ -58,11 +64,14 @@ class ParamWrapper(lora.ParamWrapper):
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Generator[None]:
         """Add the adapters to the products of the experts while the block runs."""
-        experts = self.get_base_layer()
+        experts: Any = self.get_base_layer()
         # The other implementations multiply the stacked weights without asking for a product of one expert, so the
-        # adapter would have no effect. The configuration of the experts is their own copy.
-        if hasattr(experts, "config"):  # packed experts have the loop alone
-            experts.config._experts_implementation = "eager"
+        # adapter would have no effect. Packed experts have no other implementation, and no configuration, which for
+        # others is a copy of their own.
+        config = getattr(experts, "config", None)
+        implementation = config and config._experts_implementation
+        if config is not None:
+            config._experts_implementation = "eager"
         factors = [self._factors(adapter) for adapter in active_adapters if adapter in self.lora_A]
         project, is_outermost = experts.project, "project" not in vars(experts)
 
@@ -77,6 +86,8 @@ class ParamWrapper(lora.ParamWrapper):
         try:
             yield
         finally:
+            if config is not None:
+                config._experts_implementation = implementation
             if is_outermost:
                 del experts.project  # the method of the class is left
             else:
@@ -106,8 +117,11 @@ class SharedOuterWrapper(ParamWrapper):
         shared = a if self._shares_a else b
         part = a.weight[:r] if self._shares_a else b.weight[:, :r]
         shared.weight = nn.Parameter(part.detach().clone(), requires_grad=shared.weight.requires_grad)
-        for matrix in a.weight.detach().split(r):
+        # On the CPU also for a layer of another process, so that all processes draw the same numbers.
+        start = torch.empty(a.weight.shape, device="cpu")
+        for matrix in start.split(r):
             nn.init.xavier_uniform_(matrix)
+        a.weight.detach().copy_(start)
         if not getattr(self, "_expands", False):
             self._expands = True
             self.register_state_dict_post_hook(_expand)

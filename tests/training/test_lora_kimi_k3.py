@@ -64,6 +64,14 @@ def test_peft_alone_reads_the_saved_adapter_and_computes_the_same(folder, tmp_pa
             assert (model(IDS).logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+def test_an_adapter_of_a_larger_or_a_smaller_base_is_refused(folder, tmp_path):
+    adapted_of(folder).save_pretrained(tmp_path)
+    for layers in (3, 5):
+        smaller = AutoModelForCausalLM.from_config(load("attnres-k3-tiny", num_hidden_layers=layers, vocab_size=99))
+        with pytest.raises(ValueError, match="is an adapter of another base model: only one of them has"):
+            load_adapter(smaller, tmp_path)
+
+
 def test_gradients_are_those_of_peft(folder, tmp_path):
     adapted = adapted_of(folder)
     adapted.save_pretrained(tmp_path)
