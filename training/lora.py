@@ -35,6 +35,9 @@ with require_extra("train"):
     from .lora_experts import EXPERTS, packed_stacks, use_wrappers
 
 
+_OWN_BASE = "Load it on its own base, which its adapter_config.json names."
+
+
 def add_adapters(
     model: PreTrainedModel,
     *,
@@ -154,20 +157,23 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         The PEFT model, for inference.
 
     Raises:
-        ValueError: The adapter has other tensors than its configuration declares for this model.
+        ValueError: The adapter has other tensors, or of other sizes, than its configuration declares for this model.
     """
     config = cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))
     use_wrappers(config)
     with warnings.catch_warnings(), packed_stacks(model):
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Found missing adapter keys")
-        adapted = PeftModel.from_pretrained(model, str(folder), config=config)
+        try:
+            adapted = PeftModel.from_pretrained(model, str(folder), config=config)
+        except (KeyError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{folder} is an adapter of another base model ({reason}). {_OWN_BASE}") from error
     # PEFT only warns of missing tensors, and says nothing of others: the adapter would have no effect there.
     with safe_open(Path(folder, ADAPTER_SAFE_WEIGHTS_NAME), "pt") as file:
         if different := {*file.keys()} ^ get_peft_model_state_dict(adapted).keys():
             raise ValueError(
-                f"{folder} is an adapter of another base model: only one of them has `{min(different)}`. Load it on "
-                "its own base."
+                f"{folder} is an adapter of another base model (one of them lacks {min(different)}). {_OWN_BASE}"
             )
     return adapted
 
