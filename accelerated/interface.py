@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 # Increase it whenever a signature below changes, or one of the functions in `__init__.py`, which the models call.
-INTERFACE = 4
+INTERFACE = 5
 
 
 class Decoder(Protocol):

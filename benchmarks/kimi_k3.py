@@ -24,6 +24,7 @@ from attnres import AttnResConfig, AttnResKimiK3Config
 from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.kimi_k3_attnres import KimiK3MoE
 
+from . import kimi_k3_packed
 from .shapes import build, kimi_linear, tiny_kimi_linear, token_ids
 from .stored import cell, markdown_table, verdict
 from .timing import Setting, Times, Ways, compare, interleave
@@ -51,7 +52,7 @@ PAIRS: dict[str, tuple[str, str]] = {
 
 
 def measure(setting: Setting) -> Iterator[dict]:
-    """Yield one row per dtype, workload and form."""
+    """Yield one row per dtype, workload and form, then those of packed experts."""
     config = linear_config(setting.quick)
     for dtype in DTYPES[:1] if setting.quick else DTYPES:
         models = variants(config, getattr(torch, dtype), setting.device)
@@ -68,6 +69,7 @@ def measure(setting: Setting) -> Iterator[dict]:
                 yield row | compare(compared(seconds, form), PAIRS)
         del models
         gc.collect()
+    yield from kimi_k3_packed.measure(setting)
 
 
 def compared(seconds: dict[str, Times], form: str) -> dict[str, Times]:
@@ -229,20 +231,21 @@ def count_products(way: Callable[[], object]) -> int:
 
 
 def tables(rows: list[dict]) -> dict[str, str]:
-    """Return the table of all rows, by its name in the README."""
+    """Return the tables of all rows, by their name in the README."""
+    packed = [row for row in rows if row["form"] == kimi_k3_packed.PACKED]
+    rows = [row for row in rows if row["form"] != kimi_k3_packed.PACKED]
     ratio, overhead, arithmetic = PAIRS
     columns = ["dtype", "workload", "form", ratio, "multiply-adds", arithmetic, overhead, "target"]
-    return {
-        "kimi_k3": markdown_table(
-            "Forms of Kimi K3, time as a ratio to Kimi Linear of the same shape",
-            columns,
+    forms = markdown_table(
+        "Forms of Kimi K3, time as a ratio to Kimi Linear of the same shape",
+        columns,
+        [
             [
-                [
-                    *(row[key] for key in columns[:3]),
-                    *(cell(row, ratio, 3), f"{row['products']:.3f}", cell(row, arithmetic, 3), cell(row, overhead, 3)),
-                    verdict(row["ratios"][overhead]["median"], TARGET),
-                ]
-                for row in rows
-            ],
-        )
-    }
+                *(row[key] for key in columns[:3]),
+                *(cell(row, ratio, 3), f"{row['products']:.3f}", cell(row, arithmetic, 3), cell(row, overhead, 3)),
+                verdict(row["ratios"][overhead]["median"], TARGET),
+            ]
+            for row in rows
+        ],
+    )
+    return {"kimi_k3": "\n\n".join([forms, *([kimi_k3_packed.table(packed)] if packed else [])])}

@@ -152,14 +152,15 @@ def describe_layout(config: PreTrainedConfig, checkpoint: Checkpoint | None = No
     return f"The weights are in the released layout of Kimi K3's {', '.join(parts)}."
 
 
-def describe_left_out(checkpoint: Checkpoint) -> str | None:
+def describe_left_out(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> str | None:
     """Return a sentence on the parts of a release that a model trained from it does not have; None if it has all.
 
     Args:
         checkpoint: The headers of the release's weights.
+        config: The configuration of the model.
     """
     parts = ["the vision part is left out"] if _has_vision(checkpoint.entries) else []
-    parts += ["packed experts are saved unpacked"] if is_packed(checkpoint) else []
+    parts += ["packed experts are saved unpacked"] if is_packed(checkpoint) and not config.packed_experts else []
     return f"Of the source, {' and '.join(parts)}." if parts else None
 
 

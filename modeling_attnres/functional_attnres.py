@@ -20,7 +20,7 @@ try:
 except ModuleNotFoundError:
     accelerated = None
 # A copy of this file beside a checkpoint may be older or newer than the installed package. Both must have this number.
-INTERFACE = 4
+INTERFACE = 5
 if accelerated is not None and accelerated.INTERFACE != INTERFACE:
     logging.get_logger(__name__).warning(
         f"The installed `attnres` has interface {accelerated.INTERFACE}, the model's code needs {INTERFACE}: it runs "

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .functional_attnres import accelerated
+
 # E2M1, by code: two bits of exponent, one of mantissa; bit 3 is the sign, also of zero.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 += tuple(-value for value in _E2M1)
@@ -19,14 +21,16 @@ _LARGEST_SCALE = 252
 
 
 def _decode_codes(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of the codes: for uint8 `[out, in / 2]`, `[out, in]` in the dtype. The low bits come first."""
-    # A pair of values for each byte. The sixteen values are exact in every dtype.
+    """Return the values of the codes: for uint8 `[out, in / 2]`, `[out, in]` in bfloat16 or float32.
+
+    The low bits of a byte are the even column.
+    """
+    # A pair of values for each byte.
     values = torch.tensor(_E2M1, dtype=dtype, device=packed.device)
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1)
-    # A pair is looked up as one number, which takes half the time, or less.
-    whole = {2: torch.int32, 4: torch.int64}.get(dtype.itemsize)
-    pairs = pairs if whole is None else pairs.view(whole)
-    return pairs.index_select(0, packed.flatten().int()).view(dtype).view(packed.shape[0], -1)
+    # A pair is looked up as one number, which takes less than half the time.
+    whole = torch.int32 if dtype.itemsize == 2 else torch.int64
+    return pairs.view(whole).squeeze(1)[packed.int()].view(dtype)
 
 
 def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -146,8 +150,21 @@ def packed_linear(x: Tensor, packing: Packing, parts: Sequence[Tensor]) -> Tenso
 
 
 def _linear(x: Tensor, packing: str, parts: Sequence[Tensor]) -> Tensor:
-    """Compute [`packed_linear`] without a gradient."""
-    return F.linear(x, PACKINGS[packing].decode(*parts, x.dtype))
+    """Compute [`packed_linear`] without a gradient, for a few tokens by the loops of an installed `attnres`."""
+    result = None
+    if accelerated is not None and packing == MXFP4.name and not torch.compiler.is_compiling():
+        codes, scales = parts
+        result = accelerated.packed_linear(x, codes, scales)
+    return F.linear(x, _decode(packing, parts, x.dtype)) if result is None else result
+
+
+def _decode(packing: str, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Decode a weight, by the loops of an installed `attnres` if they run here."""
+    result = None
+    if accelerated is not None and packing == MXFP4.name and not torch.compiler.is_compiling():
+        codes, scales = parts
+        result = accelerated.decode_mxfp4(codes, scales, dtype)
+    return PACKINGS[packing].decode(*parts, dtype) if result is None else result
 
 
 class _PackedLinear(torch.autograd.Function):
@@ -165,5 +182,5 @@ class _PackedLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         parts = ctx.saved_tensors
         # Under autocast the product was in 16 bits, and its gradient is.
-        weight = PACKINGS[ctx.packing].decode(*parts, grad.dtype)
+        weight = _decode(ctx.packing, parts, grad.dtype)
         return (grad @ weight).to(ctx.dtype), None, *(None for _ in parts)

@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
-from attnres import AttnResKimiK3Config, ResidualConfig
+from attnres import ResidualConfig
 from attnres.checkpoints.generation_settings import check_generation_saving
 from attnres.checkpoints.kimi_k3 import is_packed
 from attnres.checkpoints.source import SPECIAL_TOKENS
@@ -156,6 +156,19 @@ def check_model(recipe: Recipe, name: str) -> None:
     """
     source = recipe.source
     config = source.config(**recipe.config)
+    if getattr(config, "packed_experts", False):
+        if recipe.lora is None:
+            raise ValueError(
+                "`packed_experts` in `config` freezes the experts, so the recipe would train the model without them. "
+                "Remove it, or train adapters by `lora`."
+            )
+        if recipe.merge and recipe.lora.experts:
+            raise ValueError(
+                "`merge` of the recipe cannot add adapters of experts to packed ones: leave out `packed_experts` of "
+                "`config`, or `merge`, or set `lora.experts=false`."
+            )
+        if not is_packed(source.checkpoint):
+            raise ValueError(f"`packed_experts` in `config` is true, but the experts of {recipe.model} are not packed.")
     if find_adapter_config_file(recipe.model) is not None:
         # `from_pretrained` would load the adapter and freeze the model, so the run would train the adapter alone.
         raise ValueError(
@@ -247,7 +260,7 @@ def prepare_model(
             model = load_sharded(None, sharding, start, build)
         else:
             load = partial(load_sharded, sharding=sharding, start=start, build=build)
-            model = recipe.source.build(load, **_fields(recipe))
+            model = recipe.source.build(load, **_packed_if_frozen(recipe) | recipe.config)
     if recipe.lora is not None:
         from .lora import add_adapters  # here, since `peft` comes with an extra
 
@@ -293,7 +306,7 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     if config is not None:
         model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
     elif options is None:
-        model = recipe.source.build(starts_anew=True, part=part, **_fields(recipe))
+        model = recipe.source.build(starts_anew=True, part=part, **_packed_if_frozen(recipe) | recipe.config)
     else:
         loaded = None if part is None else partial(_part_of_retrofit, options, part)
         model = recipe.source.build(load_source, starts_anew=True, part=loaded, **recipe.config)
@@ -303,16 +316,18 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     return model
 
 
-def _fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of the configuration to load a model with. Packed experts stay packed beside adapters.
+def _packed_if_frozen(recipe: Recipe) -> dict[str, bool]:
+    """Return the field by which packed experts stay packed where only adapters are trained.
 
-    Merging needs them unpacked.
+    Adapters of experts cannot be merged into packed ones.
     """
-    if recipe.lora is None or recipe.merge or "packed_experts" in recipe.config:
-        return recipe.config
-    config = recipe.source.config(**recipe.config)
-    is_kept = isinstance(config, AttnResKimiK3Config) and is_packed(recipe.source.checkpoint)
-    return recipe.config | ({"packed_experts": True} if is_kept else {})
+    if recipe.lora is None or (recipe.merge and recipe.lora.experts):
+        return {}
+    with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
+        checkpoint = recipe.source.checkpoint
+        if checkpoint.is_kimi_k3 and is_packed(checkpoint):
+            return {"packed_experts": True}
+    return {}
 
 
 def _part_of_retrofit(options: dict[str, Any], part: Part, source: PreTrainedModel) -> frozenset[str]:

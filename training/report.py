@@ -276,7 +276,7 @@ def _describe_left_out(config: ResidualConfig, source: ModelSource, commit: str 
             if source.is_folder
             else Path(snapshot_download(source.name, revision=commit, local_files_only=True))
         )
-        return describe_left_out(Checkpoint(folder))
+        return describe_left_out(Checkpoint(folder), config)
     except (OSError, ValueError):  # it was changed or removed since the run began
         return None
 

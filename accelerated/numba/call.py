@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..tensors import PLAIN
 from . import engine
-from .layout import MAGIC, Backward, Call, Forward, PhaseOne, SiTU, SiTUGrads
+from .layout import MAGIC, Backward, Call, Forward, PackedProduct, PhaseOne, SiTU, SiTUGrads, Unpacked
 
 DTYPES = (torch.float32, torch.bfloat16)
 _TOKENS_IN_PARALLEL = 16  # fewer tokens are not worth waking other threads
@@ -345,6 +345,49 @@ def situ_grads(
     _run("situ grads", shape, dtype, 0, 0, places, beta, linear_beta or 0.0)
 
 
+def packed_product(codes: Tensor, scales: Tensor, vectors: Tensor, result: Tensor) -> None:
+    """Compute products of a weight in MXFP4 with a few vectors into memory that the caller has allocated.
+
+    Args:
+        codes: `[out, in / 2]` uint8.
+        scales: `[out, in / 32]` uint8.
+        vectors: `[n, in]` in float32, of each 32 columns the even ones first.
+        result: `[n, out]` in float32 or bfloat16; it is written.
+
+    Raises:
+        Unfit: as for [`forward`].
+    """
+    shape, places = _packed(codes, scales)
+    number = len(vectors)
+    places += _address(vectors, (number, shape[1]), torch.float32), _address(result, (number, shape[0]), result.dtype)
+    _run("packed product", shape, result.dtype, 0, number, PackedProduct(*places), 0.0)
+
+
+def unpack(codes: Tensor, scales: Tensor, result: Tensor) -> None:
+    """Write the values of a weight in MXFP4 into memory that the caller has allocated.
+
+    Args:
+        codes: `[out, in / 2]` uint8.
+        scales: `[out, in / 32]` uint8.
+        result: `[out, in]` in float32 or bfloat16; it is written.
+
+    Raises:
+        Unfit: as for [`forward`].
+    """
+    shape, places = _packed(codes, scales)
+    places += (_address(result, shape, result.dtype),)
+    _run("unpack", shape, result.dtype, 0, 0, Unpacked(*places), 0.0)
+
+
+def _packed(codes: Tensor, scales: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """Return the shape `[out, in]` of a weight in MXFP4, and the addresses of its parts."""
+    if codes.ndim != 2 or codes.shape[1] % 16:
+        raise Unfit(f"the codes must be [out, in / 2] with whole groups of 32 columns, got {_described(codes)}")
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    places = _address(codes, codes.shape, torch.uint8), _address(scales, (rows, columns // 32), torch.uint8)
+    return torch.Size((rows, columns)), places
+
+
 def kept_size(sources: int) -> int:
     """Return how many numbers of a token the forward pass keeps: three of each source, and one of the norm."""
     return 3 * sources + 1
@@ -437,9 +480,11 @@ __all__ = [
     "chunks",
     "forward",
     "kept_size",
+    "packed_product",
     "phase_one",
     "read_few",
     "situ",
     "situ_grads",
+    "unpack",
     "why_unfit",
 ]

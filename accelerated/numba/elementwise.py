@@ -54,7 +54,7 @@ def _wide(typing_context, number):
 
 
 @intrinsic
-def _like(typing_context, number, like):
+def as_like(typing_context, number, like):
     """Return a number of float32 in the type of `like`: itself, or the bits of bfloat16."""
 
     def generate(context, builder, signature, values):
@@ -102,12 +102,12 @@ def situ(gate, up, result, beta, linear_beta, like):
     if linear_beta == 0:
         for i in range(len(result)):
             x = _wide(gate[i])
-            result[i] = _like(_tanh(x, of_gate) * _sigmoid(x) * _wide(up[i]) * scale, like)
+            result[i] = as_like(_tanh(x, of_gate) * _sigmoid(x) * _wide(up[i]) * scale, like)
         return
     of_up, scale = np.float32(2 / linear_beta), np.float32(beta * linear_beta)
     for i in range(len(result)):
         x = _wide(gate[i])
-        result[i] = _like(_tanh(x, of_gate) * _sigmoid(x) * _tanh(_wide(up[i]), of_up) * scale, like)
+        result[i] = as_like(_tanh(x, of_gate) * _sigmoid(x) * _tanh(_wide(up[i]), of_up) * scale, like)
 
 
 @_jit
@@ -123,15 +123,15 @@ def situ_grads(gate, up, grad, grad_gate, grad_up, beta, linear_beta, like):
             x, g = _wide(gate[i]), _wide(grad[i])
             tanh, sigmoid, up_tanh = _tanh(x, of_gate), _sigmoid(x), _tanh(_wide(up[i]), of_up)
             slope = sigmoid * (_ONE - tanh * tanh + scale * tanh * (_ONE - sigmoid))
-            grad_gate[i] = _like(g * slope * up_tanh * up_scale, like)
-            grad_up[i] = _like(g * scale * tanh * sigmoid * (_ONE - up_tanh * up_tanh), like)
+            grad_gate[i] = as_like(g * slope * up_tanh * up_scale, like)
+            grad_up[i] = as_like(g * scale * tanh * sigmoid * (_ONE - up_tanh * up_tanh), like)
         return
     for i in range(len(grad)):
         x, g = _wide(gate[i]), _wide(grad[i])
         tanh, sigmoid = _tanh(x, of_gate), _sigmoid(x)
         slope = sigmoid * (_ONE - tanh * tanh + scale * tanh * (_ONE - sigmoid))
-        grad_gate[i] = _like(g * slope * _wide(up[i]), like)
-        grad_up[i] = _like(g * scale * tanh * sigmoid, like)
+        grad_gate[i] = as_like(g * slope * _wide(up[i]), like)
+        grad_up[i] = as_like(g * scale * tanh * sigmoid, like)
 
 
-__all__ = ["situ", "situ_grads"]
+__all__ = ["as_like", "situ", "situ_grads"]

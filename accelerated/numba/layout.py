@@ -1,7 +1,7 @@
 """Layout of the loops' arguments in an array of 64-bit numbers. Python and the compiled code use the same names.
 
     Call, then the addresses of one of `Forward`, `PhaseOne` and `Backward`, then the addresses of the sources
-    Call, then `SiTU` or `SiTUGrads`; there are no sources
+    Call, then `SiTU`, `SiTUGrads`, `PackedProduct` or `Unpacked`; there are no sources
 
 In a backward pass, the addresses of the sources' gradients and of the later gradients follow. An address of zero means
 that there is no tensor. The compiled side raises if `magic` or the number of addresses is not as it was compiled for.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 class Call(NamedTuple):
     """The first numbers of every call. `number` is the result's multiplier, or in phase one the number of queries.
 
-    SiTU has neither sources nor this number; both are 0.
+    SiTU has neither sources nor this number; both are 0. With packed weights it is the number of vectors.
     """
 
     magic: int
@@ -83,8 +83,26 @@ class SiTUGrads(NamedTuple):
     up_step: int
 
 
+class PackedProduct(NamedTuple):
+    """Addresses of the tensors of `call.packed_product`. The rows are those of the weight, `width` is its columns."""
+
+    codes: int
+    scales: int
+    vectors: int
+    result: int
+
+
+class Unpacked(NamedTuple):
+    """Addresses of the tensors of `call.unpack`."""
+
+    codes: int
+    scales: int
+    result: int
+
+
 # Changes with every name and order above, so that machine code of another layout raises instead of misreading.
-_LAYOUT = [(part.__name__, part._fields) for part in (Call, Forward, PhaseOne, Backward, SiTU, SiTUGrads)]
+_PARTS = (Call, Forward, PhaseOne, Backward, SiTU, SiTUGrads, PackedProduct, Unpacked)
+_LAYOUT = [(part.__name__, part._fields) for part in _PARTS]
 MAGIC = zlib.crc32(repr(_LAYOUT).encode())
 
-__all__ = ["MAGIC", "Backward", "Call", "Forward", "PhaseOne", "SiTU", "SiTUGrads"]
+__all__ = ["MAGIC", "Backward", "Call", "Forward", "PackedProduct", "PhaseOne", "SiTU", "SiTUGrads", "Unpacked"]

@@ -2,7 +2,7 @@
 
     l_i = r_i (query . s_i),  r_i = 1 / sqrt(mean(s_i^2) + eps),   a = softmax(l),   h = sum_i a_i s_i
 
-SiTU, the activation of Kimi K3, has loops beside those of depth attention.
+SiTU, the activation of Kimi K3, and its packed weights have loops beside those of depth attention.
 
 Each loop takes the address of the arguments that `call` has written (see `layout`), and computes one chunk of tokens.
 Statistics are in float32. Rows of bfloat16 are converted when they are read and written. `docs/guides/numba.md`
@@ -16,8 +16,9 @@ import numba
 import numpy as np
 
 from .cache import MachineCode
-from .elementwise import situ, situ_grads
-from .layout import MAGIC, Backward, Call, Forward, PhaseOne, SiTU, SiTUGrads
+from .elementwise import as_like, situ, situ_grads
+from .fp4 import fp4_decode, fp4_dot
+from .layout import MAGIC, Backward, Call, Forward, PackedProduct, PhaseOne, SiTU, SiTUGrads, Unpacked
 from .rows import (
     derive,
     dot,
@@ -42,6 +43,7 @@ _FLOAT, _HALF = np.float32(0), np.uint16(0)
 # Named tuples of indices: `_CALL.width` is the place of `width` in the array of arguments.
 _CALL, _FORWARD = Call(*range(len(Call._fields))), Forward(*range(len(Forward._fields)))
 _PHASE_ONE, _BACKWARD = PhaseOne(*range(len(PhaseOne._fields))), Backward(*range(len(Backward._fields)))
+_PACKED_PRODUCT, _UNPACKED = PackedProduct(*range(len(PackedProduct._fields))), Unpacked(*range(len(Unpacked._fields)))
 _SITU, _SITU_GRADS = SiTU(*range(len(SiTU._fields))), SiTUGrads(*range(len(SiTUGrads._fields)))
 
 _jit = numba.njit(nogil=True, error_model="numpy")
@@ -349,6 +351,34 @@ def situ_grads_chunk(chunk, chunks, arguments, beta, linear_beta, like):
         situ_grads(gate, up, grad, grad_gate, grad_up, beta, linear_beta, like)
 
 
+@_jit
+def packed_product_chunk(chunk, chunks, arguments, _first, _second, like):
+    """Compute the products of one chunk of a packed weight's rows with each of a few vectors.
+
+    Here the tokens of a call are the rows of the weight.
+    """
+    rows, columns, _, vectors, item, places = _arguments(arguments, len(_PACKED_PRODUCT), 0)
+    groups = columns // 32
+    for row in range(chunk * rows // chunks, (chunk + 1) * rows // chunks):
+        codes = places[_PACKED_PRODUCT.codes] + row * groups * 16
+        scales = places[_PACKED_PRODUCT.scales] + row * groups
+        for i in range(vectors):
+            product = fp4_dot(codes, scales, places[_PACKED_PRODUCT.vectors] + i * columns * 4, groups)
+            result = _vector(places[_PACKED_PRODUCT.result] + (i * rows + row) * item, 1, like)
+            result[0] = as_like(product, like)
+
+
+@_jit
+def unpack_chunk(chunk, chunks, arguments, _first, _second, like):
+    """Write the values of one chunk of a packed weight's rows, which are the tokens of the call."""
+    rows, columns, _, _, item, places = _arguments(arguments, len(_UNPACKED), 0)
+    groups = columns // 32
+    for row in range(chunk * rows // chunks, (chunk + 1) * rows // chunks):
+        codes = places[_UNPACKED.codes] + row * groups * 16
+        result = places[_UNPACKED.result] + row * columns * item
+        fp4_decode(codes, places[_UNPACKED.scales] + row * groups, result, groups, like)
+
+
 def _over_chunks(name: str, jit: Callable, over_chunk: Callable, others: int, each: int) -> Callable:
     """Return a compiled loop over all chunks. To call `over_chunk` from Python would take longer than a chunk.
 
@@ -376,6 +406,8 @@ _OVER_CHUNK = {
     "phase one": (phase_one_chunk, len(_PHASE_ONE), 1),
     "situ": (situ_chunk, len(_SITU), 0),
     "situ grads": (situ_grads_chunk, len(_SITU_GRADS), 0),
+    "packed product": (packed_product_chunk, len(_PACKED_PRODUCT), 0),
+    "unpack": (unpack_chunk, len(_UNPACKED), 0),
 }
 _KINDS = {"on one thread": _jit, "on several": _parallel_jit}
 # Name -> the loops over all chunks on one thread, and on several.

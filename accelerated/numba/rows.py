@@ -86,7 +86,7 @@ def scale(typing_context, result, factor, row):
         result, row = _rows(context, builder, signature, values)
 
         def block(starts, lanes):
-            factors = _splat(builder, values[1], lanes)
+            factors = splat(builder, values[1], lanes)
             for start in starts:
                 result.store(builder.fmul(factors, row.load(start, lanes)), start)
 
@@ -108,14 +108,14 @@ def mix(typing_context, like, result, base_factor, base, factors, addresses):
         result, base, factors, addresses = _rows(context, builder, signature, values)
 
         def block(starts, lanes):
-            first = _splat(builder, values[2], lanes)
+            first = splat(builder, values[2], lanes)
             products = [builder.fmul(first, base.load(start, lanes)) for start in starts]
             totals = [cgutils.alloca_once_value(builder, product) for product in products]
             with cgutils.for_range(builder, addresses.length, intp=_INDEX) as loop:
                 row = _Row(builder, addresses.at(loop.index), kind)
-                factor = _splat(builder, factors.at(loop.index), lanes)
+                factor = splat(builder, factors.at(loop.index), lanes)
                 for start, total in zip(starts, totals):
-                    builder.store(_add_product(builder, factor, row.load(start, lanes), builder.load(total)), total)
+                    builder.store(add_product(builder, factor, row.load(start, lanes), builder.load(total)), total)
             for start, total in zip(starts, totals):
                 result.store(builder.load(total), start)
 
@@ -142,9 +142,9 @@ def mix_for_each(typing_context, like, results, factors, addresses):
                 parts = [row.load(start, lanes) for start in starts]
                 for q, sums in enumerate(totals):
                     place = builder.add(builder.mul(addresses.length, _INDEX(q)), loop.index)
-                    factor = _splat(builder, factors.at(place), lanes)
+                    factor = splat(builder, factors.at(place), lanes)
                     for part, total in zip(parts, sums):
-                        builder.store(_add_product(builder, factor, part, builder.load(total)), total)
+                        builder.store(add_product(builder, factor, part, builder.load(total)), total)
             for target, sums in zip(targets, totals):
                 for start, total in zip(starts, sums):
                     target.store(builder.load(total), start)
@@ -177,11 +177,11 @@ def derive(typing_context, like, targets, others, addresses, coefficients, grad,
                     _Row(builder, places.at(loop.index), kind) for places in (addresses, targets, others)
                 )
                 places = [builder.add(builder.mul(loop.index, _INDEX(3)), _INDEX(i)) for i in range(3)]
-                m, a, b = (_splat(builder, coefficients.at(place), lanes) for place in places)
+                m, a, b = (splat(builder, coefficients.at(place), lanes) for place in places)
                 for start, total, g, q in zip(starts, totals, grads, queries):
                     value = row.load(start, lanes)
-                    builder.store(_add_product(builder, a, value, builder.load(total)), total)
-                    gradient = _add_product(builder, b, value, _add_product(builder, a, q, builder.fmul(m, g)))
+                    builder.store(add_product(builder, a, value, builder.load(total)), total)
+                    gradient = add_product(builder, b, value, add_product(builder, a, q, builder.fmul(m, g)))
                     target.store(builder.fadd(other.load(start, lanes), gradient), start)
             for start, total in zip(starts, totals):
                 grad_query.store(builder.load(total), start)
@@ -277,13 +277,13 @@ def _sums(rows: Sequence[_Array], products: Sequence[tuple[int, int]], ahead: Va
                 rows[0].prefetch(start, ahead)
             numbers = [row.load(start, lanes) for row in rows]
             for total, (a, b) in zip(totals, products):
-                builder.store(_add_product(builder, numbers[a], numbers[b], builder.load(total)), total)
+                builder.store(add_product(builder, numbers[a], numbers[b], builder.load(total)), total)
 
     _for_blocks(builder, rows[0].length, block)
     sums = []
     for i, total in enumerate(at_the_end):
         parts = _in_pairs(builder, [builder.load(totals[i]) for totals in in_vectors])
-        sums.append(builder.fadd(_of_lanes(builder, parts), builder.load(total)))
+        sums.append(builder.fadd(of_lanes(builder, parts), builder.load(total)))
     return sums
 
 
@@ -294,7 +294,7 @@ def _in_pairs(builder: ir.IRBuilder, parts: list[Value]) -> Value:
     return parts[0]
 
 
-def _of_lanes(builder: ir.IRBuilder, vector: Value) -> Value:
+def of_lanes(builder: ir.IRBuilder, vector: Value) -> Value:
     """Emit the sum of a vector's numbers: of its halves, then of the halves of the sum, and so on."""
     lanes = vector.type.count
     while lanes > 1:
@@ -304,7 +304,7 @@ def _of_lanes(builder: ir.IRBuilder, vector: Value) -> Value:
     return builder.extract_element(vector, _WORD(0))
 
 
-def _splat(builder: ir.IRBuilder, number: Value, lanes: int) -> Value:
+def splat(builder: ir.IRBuilder, number: Value, lanes: int) -> Value:
     """Emit a vector that holds a number `lanes` times."""
     if lanes == 1:
         return number
@@ -313,7 +313,7 @@ def _splat(builder: ir.IRBuilder, number: Value, lanes: int) -> Value:
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes))
 
 
-def _add_product(builder: ir.IRBuilder, a: Value, b: Value, c: Value) -> Value:
+def add_product(builder: ir.IRBuilder, a: Value, b: Value, c: Value) -> Value:
     """Emit `a b + c`, rounded once."""
     kind = a.type
     name = f"llvm.fma.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
@@ -355,6 +355,8 @@ def narrow(builder: ir.IRBuilder, numbers: Value, lanes: int) -> Value:
 
 
 __all__ = [
+    "Value",
+    "add_product",
     "derive",
     "dot",
     "dot_ahead",
@@ -362,8 +364,10 @@ __all__ = [
     "mix",
     "mix_for_each",
     "narrow",
+    "of_lanes",
     "pointer",
     "prefetch",
     "scale",
+    "splat",
     "widen",
 ]

@@ -294,6 +294,24 @@ def test_packed_weights_are_trained_on(folder, tmp_path, recipe):
     assert "model.layers.0.self_attention_res_proj.weight" not in changed
 
 
+@pytest.mark.parametrize(
+    ("recipe", "source", "words"),
+    [
+        ("finetune", "packed", "`packed_experts` in `config` freezes the experts"),
+        ("lora", "plain", "the experts of .*plain are not packed"),
+        ("lora", "packed", "`merge` of the recipe cannot add adapters of experts to packed ones"),
+    ],
+)
+def test_packed_experts_that_a_recipe_cannot_have_are_refused(folder, tmp_path, recipe, source, words):
+    AutoModelForCausalLM.from_pretrained(folder / "packed").save_pretrained(tmp_path / "plain")
+    model = folder / source if source == "packed" else tmp_path / source
+    arguments = (f"model={model}", f"train={folder / 'text.txt'}", f"out={tmp_path / 'out'}")
+    merge = ("merge=true",) if "merge" in words else ()
+    run = run_attnres("train", recipe, *arguments, "config={packed_experts: true}", *merge, *SHORT)
+    assert re.search(words, run.error) and "\n" not in run.error.strip()
+    assert not (tmp_path / "out").exists()
+
+
 def test_flops_count_the_layers_experts_and_heads_of_the_released_shapes(folder):
     config = AutoModelForCausalLM.from_pretrained(folder / "packed").config
     shapes = {name: shape for name, shape in released_shapes(config).items() if "embed_tokens" not in name}

@@ -25,5 +25,8 @@ for folder in models.iterdir():
         "hidden": decoder(ids).last_hidden_state,
         "generated": model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None),
     }
+    if "packed" in folder.name:
+        model = AutoModelForCausalLM.from_pretrained(folder, packed_experts=True, **options)
+        seen[folder.name]["packed"] = (type(model.model.layers[1].mlp.experts).__name__, model(ids).logits)
 seen["attnres_modules"] = [name for name, module in sys.modules.items() if name.split(".")[0] == "attnres" and module]
 torch.save(seen, out)

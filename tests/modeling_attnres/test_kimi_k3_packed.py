@@ -22,6 +22,7 @@ from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
 from attnres.kimi_k3_attnres import KimiK3PackedExperts
 from attnres.kimi_k3_packed_attnres import MXFP4, NVFP4, PACKINGS, packed_linear
 
+from .. import forks
 from . import kimi_k3_release as release
 
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -250,3 +251,59 @@ def test_other_heads_keep_experts_packed(mxfp4):
     for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
         model = load(mxfp4, auto=auto, num_labels=3)
         assert model(IDS).logits.shape[-1] == 3
+
+
+@pytest.mark.slow
+def test_processes_share_packed_experts(source, tmp_path):
+    """With FSDP2 and expert parallelism, two processes hold half each, and train as one does."""
+    done = forks.launch(Path(__file__).with_name("kimi_k3_packed_session.py"), source, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for way, result in json.loads((tmp_path / "results.json").read_text()).items():
+        assert result["difference"] <= 2e-5, way
+        assert result["share"] == 0.5, way
+        before = {name: tensor for name, tensor in stored(source).items() if ".experts." in name}
+        after = stored(tmp_path / way)
+        for name, tensor in before.items():
+            assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), (way, name)
+
+
+@pytest.mark.slow
+def test_offloaded_experts_stay_packed_on_disk(source, tmp_path):
+    model = load(source)
+    places = {name: "cpu" for name, _ in model.named_modules() if name.count(".") == 1} | {"lm_head": "cpu"}
+    del places["model.layers"]
+    places |= {f"model.layers.{i}": "disk" if i in (2, 3) else "cpu" for i in range(7)}
+    offloaded = load(source, device_map=places, offload_folder=tmp_path / "offload")
+    assert torch.equal(offloaded(IDS).logits, model(IDS).logits)
+    offloaded.save_pretrained(tmp_path / "saved")
+    for name, tensor in stored(tmp_path / "saved").items():
+        if ".experts." in name:
+            assert torch.equal(tensor.view(torch.uint8), stored(source)[name].view(torch.uint8)), name
+
+
+@pytest.mark.slow
+def test_compiled_experts_compute_the_same(source):
+    experts = load(source, dtype=torch.float32).model.layers[1].mlp.experts
+    compiled = torch.compile(experts, backend="aot_eager")
+    generator = torch.Generator().manual_seed(0)
+    index, weights = torch.randint(0, 8, (6, 2), generator=generator), torch.rand(6, 2, generator=generator)
+    results = []
+    for function in (experts, compiled):
+        x = torch.randn(6, experts.hidden_dim, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        result = function(x, index, weights)
+        result.square().sum().backward()
+        results.append((result, x.grad))
+    for ours, expected in zip(results[1], results[0]):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_decodes_as_a_cpu_does(source):
+    packing = AttnResKimiK3Config.from_pretrained(source).packing
+    experts = load(source).model.layers[1].mlp.experts
+    parts = [getattr(experts, f"gate_up_proj_{part}")[0] for part in packing.parts]
+    for dtype in DTYPES:
+        decoded = packing.decode(*(part.cuda() for part in parts), dtype)
+        assert torch.equal(decoded.cpu(), packing.decode(*parts, dtype))
+    expected = load(source, dtype=torch.float32)(IDS).logits
+    torch.testing.assert_close(load(source, dtype=torch.float32).cuda()(IDS.cuda()).logits.cpu(), expected)

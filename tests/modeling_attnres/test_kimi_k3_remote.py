@@ -77,6 +77,13 @@ def test_logits_hidden_states_and_tokens_are_identical(remote, models, folder):
     assert torch.equal(seen["generated"], model.generate(IDS, max_new_tokens=4, do_sample=False, eos_token_id=None))
 
 
+def test_experts_stay_packed_if_asked(remote):
+    seen = remote["converted packed"]
+    name, logits = seen["packed"]
+    assert name == "KimiK3PackedExperts"
+    assert close(logits, seen["logits"])
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_model_saved_again_by_that_process_is_the_same_release(remote, models, folder):
     again = models.parent / "again" / folder
