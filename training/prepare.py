@@ -316,7 +316,7 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     return model
 
 
-def _packed_if_frozen(recipe: Recipe) -> dict[str, bool]:
+def _packed_if_frozen(recipe: Recipe) -> dict[str, Any]:
     """Return the field by which packed experts stay packed where only adapters are trained.
 
     Adapters of experts cannot be merged into packed ones.
