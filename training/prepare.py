@@ -185,6 +185,11 @@ def check_model(recipe: Recipe, name: str) -> None:
                 "`packed_experts` in `config` freezes the experts, so the recipe would train the model without them. "
                 "Remove it, or train adapters by `lora`."
             )
+        if recipe.merge and recipe.lora.experts:
+            raise ValueError(
+                "`merge` of the recipe cannot add adapters of experts to packed ones: leave out `packed_experts` of "
+                "`config`, or `merge`, or set `lora.experts=false`."
+            )
         if not is_packed(source.checkpoint):
             raise ValueError(f"`packed_experts` in `config` is true, but the experts of {recipe.model} are not packed.")
     if find_adapter_config_file(recipe.model) is not None:
@@ -279,7 +284,7 @@ def prepare_model(
             model = load_sharded(None, sharding, start, build)
         else:
             load = partial(load_sharded, sharding=sharding, start=start, build=build)
-            model = recipe.source.build(load, **_fields(recipe))
+            model = recipe.source.build(load, **_packed_if_frozen(recipe) | recipe.config)
     if recipe.lora is not None:
         from .lora import add_adapters  # here, since `peft` comes with an extra
 
@@ -335,17 +340,18 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     return model
 
 
-def _fields(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of the configuration to load a model with. Packed experts stay packed beside adapters.
+def _packed_if_frozen(recipe: Recipe) -> dict[str, Any]:
+    """Return the field by which packed experts stay packed where only adapters are trained.
 
-    Merging needs them unpacked.
+    Adapters of experts cannot be merged into packed ones.
     """
-    if recipe.lora is not None and not recipe.merge:
-        with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only files
-            checkpoint = recipe.source.checkpoint
-            if checkpoint.is_kimi_k3 and is_packed(checkpoint):
-                return {"packed_experts": True} | recipe.config
-    return recipe.config
+    if recipe.lora is None or (recipe.merge and recipe.lora.experts):
+        return {}
+    with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
+        checkpoint = recipe.source.checkpoint
+        if checkpoint.is_kimi_k3 and is_packed(checkpoint):
+            return {"packed_experts": True}
+    return {}
 
 
 def _part_of_retrofit(options: dict[str, Any], part: Part, source: PreTrainedModel) -> frozenset[str]:

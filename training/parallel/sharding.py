@@ -189,7 +189,11 @@ def load_sharded(
         build().save_pretrained(start, save_original_format=False)
     state.wait_for_everyone()
     try:
-        model = AutoModelForCausalLM.from_pretrained(start, distributed_config=sharding, trust_remote_code=False)
+        # A saved configuration has all fields but this one, which is for loading.
+        packed = {name: value for name, value in config.items() if name == "packed_experts"}
+        model = AutoModelForCausalLM.from_pretrained(
+            start, distributed_config=sharding, trust_remote_code=False, **packed
+        )
     finally:
         state.wait_for_everyone()
         if state.is_main_process:

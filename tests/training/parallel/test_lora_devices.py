@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from attnres.configuration import load
 
 from ... import forks
+from ...modeling_attnres.kimi_k3_release import QUANTIZATION, pack_experts, random_tensors, text_fields, write
 from ..running import results
 from .test_many_devices import environment_of, read_weights
 
@@ -30,7 +31,14 @@ SIZES = ("length=64", "batch_size=4", "micro_batch_size=2", "tokens=null", "epoc
 COUNTS = ("save_every=2", "log_every=1", "held_out_sequences=8", "learning_rate=3e-3", "lora.rank=4", "merge=true")
 # Of each number of processes: the model, how it is shared, and the step after which the run is stopped and resumed.
 RUNS = {
-    1: [("kimi_k3", "", None), ("shared", "", None), ("hybrid", "", None), ("llama", "", None), ("qwen3", "", None)],
+    1: [
+        ("kimi_k3", "", None),
+        ("shared", "", None),
+        ("hybrid", "", None),
+        ("llama", "", None),
+        ("qwen3", "", None),
+        ("packed", "", None),
+    ],
     2: [
         ("kimi_k3", "distributed={fsdp_size: 2}", 1),
         ("shared", "distributed={fsdp_size: 2, ep_size: 2}", 3),
@@ -38,6 +46,8 @@ RUNS = {
         ("hybrid", "distributed={fsdp_size: 2}", None),
         ("llama", "distributed={fsdp_size: 2}", None),
         ("qwen3", "pipeline={stages: 2, microbatches: 2}", 3),
+        ("packed", "distributed={fsdp_size: 2, ep_size: 2}", 1),
+        ("packed", "pipeline={stages: 2, microbatches: 2}", None),
     ],
     4: [
         ("kimi_k3", "distributed={fsdp_size: 4, ep_size: 2}", 1),
@@ -45,7 +55,10 @@ RUNS = {
         ("hybrid", "pipeline={stages: 2, microbatches: 2}", None),
     ],
 }
-OPTIONS = {"shared": ("lora.shared_outer=true",)}
+OPTIONS = {
+    "shared": ("lora.shared_outer=true",),
+    "packed": ("merge=false", "config={dtype: float32}", "learning_rate=3e-4"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +77,9 @@ def models(assets, tmp_path_factory) -> Path:
         AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     (root / "shared").symlink_to(root / "kimi_k3")
+    fields = text_fields(quantization_config=QUANTIZATION, vocab_size=size)
+    packed, _ = pack_experts(random_tensors(fields))
+    tokenizer.save_pretrained(write(root / "packed", fields, packed))
     return root
 
 
@@ -109,7 +125,8 @@ def test_adapters_of_several_processes_are_those_of_one(processes, runs):
         for curve in ("training_loss", "held_out_losses"):
             for (step, loss), point in zip(results(out)[curve], results(expected)[curve], strict=True):
                 assert [step, pytest.approx(loss, abs=1e-5)] == point, (model, way)
-        for name in ("adapter", "model"):
+        assert (expected / "model").exists() == (model != "packed")  # whose adapters are not merged
+        for name in ("adapter", "model") if model != "packed" else ("adapter",):
             found, weights = read_weights(out / name), read_weights(expected / name)
             assert found.keys() == weights.keys()
             for tensor in weights:
