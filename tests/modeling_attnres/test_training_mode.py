@@ -14,6 +14,8 @@ from transformers.integrations import moe
 from attnres import AttnResForCausalLM, depth_attention
 from attnres.residual_attnres import residual_tensors
 
+from ..cases import each_once
+
 VARIANTS = {
     "full": {"attn_res_block_size": 1},
     "S=3": {"attn_res_block_size": 3, "attn_res_scale": "sum"},
@@ -86,8 +88,7 @@ def test_wrappers_of_pytorch_give_the_same_gradients_or_are_refused(model, token
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("fields", "use_reentrant"), each_once([*VARIANTS.values()], [True, False]))
 def test_checkpointing_lowers_peak_memory(vivid_model, peak_bytes, fields, use_reentrant):
     # Recomputation needs the memory of one layer at a time: of six layers, less than a third of the memory remains.
     layer_types = ["linear_attention"] * 5 + ["full_attention"]
@@ -264,7 +265,6 @@ compiles_experts = pytest.mark.skipif(
 )
 COMPILATIONS = [
     pytest.param(QUICK_TO_TRACE, "inductor", id="MLA and experts, to machine code"),
-    pytest.param({**QUICK_TO_TRACE, "attn_res_block_size": 1}, "aot_eager", id="full"),
     pytest.param(EVERY_LAYER, "aot_eager", id="KDA"),
 ]
 
