@@ -43,8 +43,10 @@ def scalars_recurrence(scalars: list[tuple[float, float] | None]):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("each", ["layer", "sublayer"])
-@pytest.mark.parametrize("case", ["llama", "kimi_linear", "gpt_neox"])  # gpt_neox has one sublayer in a layer
+@pytest.mark.parametrize(
+    ("case", "each"),
+    [("llama", "layer"), ("llama", "sublayer"), ("gpt_neox", "layer")],  # gpt_neox has one sublayer in a layer
+)
 def test_the_stream_is_scaled_and_the_embedding_added(backbones, case, each):
     model = double(build(backbones, case, "residual_scalars", residual_scalars_each=each))
     scalars = [None if c.stream is None else (c.stream.item(), c.embedding.item()) for c in connections_of(model)]
