@@ -18,8 +18,6 @@ LAYERS = 4
 VARIANTS = {
     "full": {"attn_res_block_size": 1},
     "S=3, sum": {"attn_res_block_size": 3, "attn_res_scale": "sum"},
-    "S=6": {"attn_res_block_size": 6},
-    "S=100": {"attn_res_block_size": 100},
     "standard": {"residual_connection": "standard"},
 }
 RECORD = {"output_hidden_states": True, "output_depth_attentions": True}
