@@ -105,9 +105,9 @@ def test_hidden_states_are_the_inputs_of_the_layers_and_the_normed_output(model,
     ("selection", "selected"),
     [([0], {0}), (2, {2}), (-1, {4}), (-2, {3}), ([0, -1], {0, 4}), ([1, 3], {1, 3}), ([9], set())],
 )
-def test_hidden_states_can_be_selected(model, token_ids, selection, selected):
-    everything = model(token_ids, output_hidden_states=True).hidden_states
-    some = model(token_ids, output_hidden_states=selection).hidden_states
+def test_hidden_states_can_be_selected(full, token_ids, selection, selected):
+    everything = full(token_ids, output_hidden_states=True).hidden_states
+    some = full(token_ids, output_hidden_states=selection).hidden_states
     assert {i for i, hidden in enumerate(some) if hidden is not None} == selected
     assert all(torch.equal(some[i], everything[i]) for i in selected)
 

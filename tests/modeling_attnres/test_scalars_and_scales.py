@@ -11,6 +11,7 @@ from attnres.residual_attnres import residual_tensors
 from attnres.residual_scalars_attnres import ResidualScalars
 from attnres.scaled_attnres import Scaled
 
+from ..cases import each_once
 from .connections import (
     assert_reads,
     build,
@@ -128,14 +129,16 @@ def test_a_stream_that_shrinks_with_depth_is_the_standard_one_times_a_factor(bac
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "fields",
-    [
-        *({"scaled_form": form} for form in LEARNED),
-        {"residual_scalars_each": "layer"},
-        {"residual_scalars_each": "sublayer"},
-    ],
+    ("fields", "dtype"),
+    each_once(
+        [
+            *({"scaled_form": form} for form in LEARNED),
+            {"residual_scalars_each": "layer"},
+            {"residual_scalars_each": "sublayer"},
+        ],
+        [torch.bfloat16, torch.float32],
+    ),
     ids=str,
 )
 def test_a_model_starts_as_the_standard_model_to_the_last_bit(backbones, fields, dtype):
