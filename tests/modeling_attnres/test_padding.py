@@ -136,9 +136,15 @@ PROMPT = torch.tensor([[0] * 5 + [1] * 15, [1] * 20, [0] * 9 + [1] * 11])
 GAPPED = torch.tensor([[1] * 4 + [0] * 3 + [1] * 13, [1] * 20, [0, 1, 0, 1] * 5])
 
 
-@pytest.mark.parametrize("cache_class", [None, DynamicCache])  # `None`: the model makes one
-@pytest.mark.parametrize("form", ["boolean", "added"])
-@pytest.mark.parametrize("mask", [PROMPT, GAPPED], ids=["left", "in the middle"])
+@pytest.mark.parametrize(
+    ("mask", "form", "cache_class"),
+    [
+        (PROMPT, "boolean", None),  # the model makes one
+        (PROMPT, "added", DynamicCache),
+        (GAPPED, "boolean", DynamicCache),
+        (GAPPED, "added", None),
+    ],
+)
 def test_a_padded_prompt_may_be_read_in_chunks_with_masks_over_pairs(dense64, ids, mask, form, cache_class):
     ids = ids[:3]
     pairs = torch.ones(20, 20, dtype=torch.bool).tril() & mask[:, None].bool()

@@ -50,8 +50,7 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
 # ---- Gradient checkpointing
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("every_n_layers", [None, 2])
+@pytest.mark.parametrize(("use_reentrant", "every_n_layers"), [(True, None), (False, 2)])
 def test_checkpointing_gives_the_same_gradients(model, token_ids, use_reentrant, every_n_layers):
     if every_n_layers and Version(transformers.__version__) < Version("5.20"):
         pytest.skip("this release of transformers checkpoints every layer or none")
@@ -150,7 +149,8 @@ def process_group(tmp_path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_ddp_finds_no_unused_parameter(model, token_ids, process_group, checkpointing):
+def test_ddp_finds_no_unused_parameter(vivid_model, token_ids, process_group, checkpointing):
+    model = vivid_model(**VARIANTS["S=3"]).train()
     expected = gradients(model, token_ids)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
