@@ -123,7 +123,7 @@ def model_in(folder: Path, models: tuple[AttnResForCausalLM, ...]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("old", "new"), [("shards", "fewer shards"), ("converted", "one file"), ("pickle", "shards")])
+@pytest.mark.parametrize(("old", "new"), [("shards", "fewer shards"), ("pickle", "shards")])
 def test_after_a_kill_at_any_file_call_the_folder_holds_the_old_model_or_the_new_one(
     tiny_model, folder, tmp_path, old, new
 ):
