@@ -130,9 +130,14 @@ _STRENGTHS = (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
 
 
 def _of_pattern(fields: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
-    """Return the rank or alpha of a module: of the first pattern that its name ends in, as PEFT reads them."""
-    patterns = fields.get(pattern) or {}
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), fields[key])
+    """Return the rank or alpha of a module: of the first pattern that its name ends in, as PEFT reads them.
+
+    A pattern may be the whole name of a module of the composite layout, with its prefix.
+    """
+    for ending, value in (fields.get(pattern) or {}).items():
+        if any(re.match(rf"(.*\.)?({ending})$", whole) for whole in (name, PREFIX + name)):
+            return value
+    return fields[key]
 
 
 def _split_rules(strengths: Mapping[str, tuple[int, float]]) -> dict[str, Any]:

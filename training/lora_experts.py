@@ -220,11 +220,18 @@ def _expand(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: str,
 
 
 def _contract(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: str, *args: Any) -> None:
-    """Take the shared factors of a state dict from their first copy."""
+    """Take the shared factors of a state dict from their first copy. Raise ValueError if the copies differ."""
     for name in module.shared_names(prefix):
         if name in tensors:
             tensor, times = tensors[name], module.num_experts
-            tensors[name] = tensor[: len(tensor) // times] if module._shares_a else tensor[:, ::times]
+            shared = tensor[: len(tensor) // times] if module._shares_a else tensor[:, ::times]
+            copies = shared.repeat(times, 1) if module._shares_a else shared.repeat_interleave(times, 1)
+            if copies.shape == tensor.shape and not torch.equal(copies, tensor):
+                raise ValueError(
+                    f"`{name}` has a factor for each expert, but experts share theirs in this model, which has "
+                    "adapters with `shared_outer`. Load the adapter onto a base model without adapters."
+                )
+            tensors[name] = shared
 
 
 # PEFT finds a wrapper among several by the name of its class.

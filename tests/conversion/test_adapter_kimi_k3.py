@@ -119,6 +119,24 @@ def test_gate_and_up_of_others_may_have_factors_that_share_nothing(folder, relea
     torch.testing.assert_close(after[f"{weight}.weight"], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_strengths_of_others_may_be_given_by_whole_names(folder, tmp_path):
+    """PEFT matches patterns with names of the composite layout, which begin with `language_model`."""
+    adapted_of(folder, targets=("experts.down_proj",)).save_pretrained(tmp_path / "own")
+    path = tmp_path / "released"
+    convert_adapter(tmp_path / "own", path, "released")
+    first, second = (f"language_model.model.layers.2.block_sparse_moe.experts.{i}.w2" for i in (1, 3))
+    fields = json.loads((path / "adapter_config.json").read_text())
+    fields["alpha_pattern"] = {first: 6 * fields["r"], f"^{second}": 10 * fields["r"]}
+    (path / "adapter_config.json").write_text(json.dumps(fields))
+    convert_adapter(path, tmp_path / "back", "attnres")
+    tensors = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    stacked = tensors["base_model.model.model.layers.2.mlp.experts.lora_B.weight"]
+    stacked = stacked.unflatten(1, (fields["r"], -1))
+    tensors = load_file(path / "adapter_model.safetensors")
+    for name, expert, strength in ((first, 1, 6), (second, 3, 10)):
+        torch.testing.assert_close(stacked[..., expert], strength * tensors[f"base_model.model.{name}.lora_B.weight"])
+
+
 def test_an_adapter_of_another_base_is_refused(folder, released, tmp_path):
     path, _ = released
     other = tmp_path / "other"

@@ -121,6 +121,19 @@ def test_the_outer_factors_are_shared(folder):
         add_adapters(base_of(folder), shared_outer=True, experts=False)
 
 
+def test_factors_of_each_expert_are_not_taken_for_shared_ones(folder, tmp_path):
+    adapted_of(folder).save_pretrained(tmp_path / "of each")
+    adapted = adapted_of(folder, shared_outer=True)
+    adapted.save_pretrained(tmp_path / "shared")
+    with pytest.raises(ValueError, match="has a factor for each expert, but experts share theirs"):
+        adapted.load_adapter(tmp_path / "of each", "other")
+    again = adapted_of(folder, shared_outer=True)
+    again.load_adapter(tmp_path / "shared", "other")
+    again.set_adapter("other")
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, adapted(IDS).logits)
+
+
 @pytest.fixture(scope="module")
 def packed_folder(tmp_path_factory):
     fields = text_fields(quantization_config=QUANTIZATION)
