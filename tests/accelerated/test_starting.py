@@ -146,7 +146,7 @@ def test_a_change_of_any_kernel_file_is_compiled(printed, tmp_path):
     zeros, ones = "np.zeros(width, np.float32), np.float32(", "np.ones(width, np.float32), np.float32("
     replace(folder / "loops.py", f"{zeros}0)", f"{ones}0)")
     assert printed(SUM, **environment) == "4.0"
-    loads = "first = _splat(builder, values[2], lanes)", "first = _constant(_FLOAT, 7.0, lanes)"
+    loads = "first = splat(builder, values[2], lanes)", "first = _constant(_FLOAT, 7.0, lanes)"
     replace(folder / "rows.py", *loads)
     assert printed(SUM, **environment) == "11.0"
 
