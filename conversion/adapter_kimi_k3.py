@@ -4,8 +4,9 @@
     released    ...layers.1.block_sparse_moe.experts.0.w1.lora_A.weight          [rank, in]
 
 Other programs write and read the second form, which has an adapter for each matrix of the released checkpoint. There
-gate and up projection (w1 and w3) of an expert have adapters of their own. Read from here, they share A. Joined to one
-adapter of the stacked projection, two that share nothing have twice the rank:
+the gate and up projections of an expert, w1 and w3, have an adapter each. Here they are one stacked projection with one
+adapter. Converted to the second form, it gives both the same A. In the other direction, two adapters with different A
+become one adapter, whose rank is the sum of theirs:
 
     [w1; w3] x + [[B1, 0], [0, B3]] [A1; A3] x
 """
@@ -52,7 +53,7 @@ def convert_adapter(source: Path, target: Path, form: str, *, overwrite: bool = 
 
     Raises:
         OSError: A file is missing or cannot be written.
-        ValueError: The adapter is not of this base, or not in the other form.
+        ValueError: The adapter does not fit the base model that it names, or it has the requested form already.
     """
     fields = read_object(source / ADAPTER_CONFIG_NAME)
     tensors = load_file(source / ADAPTER_SAFE_WEIGHTS_NAME)
@@ -130,7 +131,7 @@ _STRENGTHS = (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
 
 
 def _of_pattern(fields: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
-    """Return the rank or alpha of a module: of the first pattern that its name ends in, as PEFT reads them."""
+    """Return the rank or alpha of a module, as PEFT does: from the first pattern that matches, or the default."""
     patterns = fields.get(pattern) or {}
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), fields[key])
 
@@ -176,7 +177,8 @@ def _to_released(
             strengths[_released_name(name)] = len(parts["A"]), _strength(fields, name)
             continue
         a, b = parts["A"], parts["B"]
-        # PEFT nests the wrappers of two parameters, and a single one has the name of the module.
+        # PEFT nests the wrappers of two parameters: the name of the inner one ends in `.base_layer`. A single wrapper
+        # has the name of the module.
         is_gate_up = name.endswith(".base_layer") or not any("down_proj" in key for key in fields["target_parameters"])
         stacked = f"{name.removesuffix('.base_layer')}.{'gate_up_proj' if is_gate_up else 'down_proj'}"
         owner, rank = _released_name(f"{name.removesuffix('.base_layer')}."), len(a) // count
@@ -219,12 +221,12 @@ def _from_released(
         name = _own_name(f"{owner}.").removesuffix(".")
         for stack, names in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
             if any(part in by_part for part in names):
-                # A factor has the strength of its adapter already, since those of w1 and w3 may differ.
+                # `_scaled` multiplies B by the strength of its adapter, because w1 and w3 may differ in strength.
                 stacks[f"{name}.{stack}"] = [
                     _join([_scaled(fields, owner, by_part, part, expert, config, source) for part in names])
                     for expert in range(config.num_local_experts or 0)
                 ]
-    # One rank for all: PEFT takes it from the defaults, and says that it ignores patterns of parameters.
+    # All stacks get one rank: PEFT takes the rank of parameters from the default, and ignores patterns for them.
     rank = max((len(a) for pairs in stacks.values() for a, _ in pairs), default=0)
     for stack, pairs in stacks.items():
         name = stack.rpartition(".")[0]
