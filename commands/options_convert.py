@@ -93,7 +93,8 @@ def convert(
     adapter: Annotated[
         AdapterForm | None,
         typer.Option(
-            help="Convert an adapter of Kimi K3 to the `released` names, for other programs, or from them to `attnres`."
+            help="Convert an adapter of Kimi K3. `released`: to the names of the release, for other programs. "
+            "`attnres`: from these names to those that are used here."
         ),
     ] = None,
     set_block_size: Annotated[
@@ -106,8 +107,9 @@ def convert(
         str | None,
         typer.Option(
             metavar="RELEASE",
-            help="Directory or Hub id of the release of Kimi K3 that SRC was trained from: DST gets all its other "
-            "parts, such as the vision part, and the bytes of its packed experts where they have not changed.",
+            help="Directory or Hub id of the release of Kimi K3 that SRC was trained from. DST gets the other parts of "
+            "the release, such as the vision part. Packed experts that training did not change keep their bytes, with "
+            "--pack-experts or if none has changed.",
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
@@ -131,7 +133,8 @@ def convert(
     """Retrofit a pretrained decoder exactly, or undo a retrofit. Make a released Kimi K3 load by the Auto classes.
 
     The result computes the same function as the decoder with the same weights, and you can train it.
-    A conversion of Kimi K3 keeps every byte of the weights, also packed experts and the vision part.
+    A conversion of Kimi K3 keeps every byte of the weights, also packed experts and the vision part, unless
+    you ask for other experts or parts (--pack-experts, --with-parts).
 
     attnres convert meta-llama/Llama-3.2-1B llama-attnres --num-blocks 8
     attnres convert my-model my-model-hc --residual identity_hc --streams 4

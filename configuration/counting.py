@@ -43,9 +43,12 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    embeddings = {*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()}
+    embeddings = [
+        *model.get_input_embeddings().named_parameters(),
+        *model.get_output_embeddings().named_parameters(),
+    ]
     total = count_stored(model)
-    non_embedding = total - _size(embeddings)
+    non_embedding = total - count_values(embeddings)
     return ParameterCount(total, non_embedding, non_embedding - count_idle(model, config))
 
 
@@ -55,19 +58,30 @@ def count_idle(module: nn.Module, config: PreTrainedConfig) -> int:
     # Each model of `transformers` has its own class for it, and they have no common parent.
     routed: list[Any] = [part for part in module.modules() if type(part).__name__.endswith("Experts")]
     return sum(
-        _size(experts.parameters()) // experts.num_experts * (experts.num_experts - config.num_experts_per_tok)
+        count_values(experts.named_parameters())
+        // experts.num_experts
+        * (experts.num_experts - config.num_experts_per_tok)
         for experts in routed
     )
 
 
 def count_stored(model: nn.Module) -> int:
-    """Return the number of values in the floating-point tensors of a model's checkpoint; tied ones count once."""
-    # A set, since tied parameters have several names. `keep_vars` gives the parameters themselves for every name.
-    return _size({tensor for tensor in model.state_dict(keep_vars=True).values() if tensor.is_floating_point()})
+    """Return the number of values in a model's checkpoint, those of packed weights too; tied ones count once."""
+    # `keep_vars` gives the parameters themselves for every name.
+    return count_values(model.state_dict(keep_vars=True).items())
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
+def count_values(named_tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Count the values of floating-point tensors and of packed weights; a tensor with several names counts once."""
+    names = {tensor: name for name, tensor in named_tensors}
+    return sum(_values(name, tensor) for tensor, name in names.items())
 
 
-__all__ = ["ParameterCount", "count_idle", "count_parameters", "count_stored"]
+def _values(name: str, tensor: Tensor) -> int:
+    # The codes of packed experts have four bits. Their scales are no parameters of the model.
+    if tensor.dtype is torch.uint8:
+        return 2 * tensor.numel() if name.endswith("_packed") else 0
+    return tensor.numel() if tensor.is_floating_point() else 0
+
+
+__all__ = ["ParameterCount", "count_idle", "count_parameters", "count_stored", "count_values"]

@@ -4,8 +4,9 @@
     released    ...layers.1.block_sparse_moe.experts.0.w1.lora_A.weight          [rank, in]
 
 Other programs write and read the second form, which has an adapter for each matrix of the released checkpoint. There
-gate and up projection (w1 and w3) of an expert have adapters of their own. Read from here, they share A. Joined to one
-adapter of the stacked projection, two that share nothing have twice the rank:
+the gate and up projections of an expert, w1 and w3, have an adapter each. Here they are one stacked projection with one
+adapter. Converted to the second form, it gives both the same A. In the other direction, two adapters with different A
+become one adapter, whose rank is the sum of theirs:
 
     [w1; w3] x + [[B1, 0], [0, B3]] [A1; A3] x
 """
@@ -217,7 +218,8 @@ def _to_released(
             strengths[_released_name(name)] = rank, _strength(fields, name, rank, source)
             continue
         a, b = parts["A"], parts["B"]
-        # PEFT nests the wrappers of two parameters, and a single one has the name of the module.
+        # PEFT nests the wrappers of two parameters: the name of the inner one ends in `.base_layer`. A single wrapper
+        # has the name of the module.
         is_gate_up = name.endswith(".base_layer") or not any("down_proj" in key for key in targets)
         stacked = f"{name.removesuffix('.base_layer')}.{'gate_up_proj' if is_gate_up else 'down_proj'}"
         owner, rank = _released_name(f"{name.removesuffix('.base_layer')}."), len(a) // count
@@ -266,12 +268,12 @@ def _from_released(
         name = _own_name(f"{owner}.").removesuffix(".")
         for stack, names in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
             if any(part in by_part for part in names):
-                # A factor has the strength of its adapter already, since those of w1 and w3 may differ.
+                # `_scaled` multiplies B by the strength of its adapter, because w1 and w3 may differ in strength.
                 stacks[f"{name}.{stack}"] = [
                     _join([_scaled(fields, owner, by_part, part, expert, config, source) for part in names])
                     for expert in range(config.num_local_experts or 0)
                 ]
-    # One rank for all: PEFT takes it from the defaults, and says that it ignores patterns of parameters.
+    # All stacks get one rank: PEFT takes the rank of parameters from the default, and ignores patterns for them.
     rank = max((len(a) for pairs in stacks.values() for a, _ in pairs), default=0)
     for stack, pairs in stacks.items():
         name = stack.rpartition(".")[0]

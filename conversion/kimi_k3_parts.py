@@ -280,14 +280,17 @@ def _as_one_dtype(one: _Tensors, other: _Tensors, name: str) -> tuple[Tensor, Te
 def prepare_rewriting(model: Checkpoint, parts: Checkpoint | None, pack: bool) -> Rewriting:
     """Prepare to pack a model's experts, to give it the parts of a release, or both.
 
-    With a release, its files are the frame: each tensor of the text model is replaced by that of the model, and all
-    others stay. A tensor whose values are those of the release keeps the release's bytes. If the release's experts are
-    packed, so are the result's, unless one has changed and `pack` is false.
+    With a release, the result has the release's files: the tensors of the text model are replaced by those of the
+    model, and all others stay. A tensor whose values are those of the release keeps the release's bytes. If the
+    release's experts are packed, so are the result's, unless one has changed and `pack` is false.
 
     Args:
         model: The model.
         parts: The release that it was trained from.
         pack: Whether to pack experts that have changed.
+
+    Returns:
+        The rewriting; [`Rewriting.write`] writes the shards.
 
     Raises:
         OSError: A file is damaged.

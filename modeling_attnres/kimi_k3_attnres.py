@@ -364,8 +364,8 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
             save_directory: the folder.
             args: as in the base class.
             packed_experts: whether to pack routed experts as MXFP4. Experts that are packed already are saved as they
-                lie. A group of weights that has come out of a packed one keeps its values; it keeps its bytes, too, if
-                its largest weight is 4 or 6 times the scale.
+                lie. A group of weights that was decoded from a packed one, and not changed, keeps its values. It also
+                keeps its bytes if its largest weight is 4 or 6 times the scale.
             kwargs: as in the base class.
 
         Raises:

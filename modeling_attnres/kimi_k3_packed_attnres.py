@@ -1,7 +1,8 @@
 """Packed weights of Kimi K3's routed experts: their formats, their values, and products with them.
 
-A packed weight is a few tensors, the *parts*: codes of four bits, a scale for each group of columns, and in NVFP4 one
-for all. A model holds their bytes as they lie in a checkpoint, all as uint8, so that no change of dtype reaches them.
+A packed weight has two or three tensors, its *parts*: codes of four bits, a scale for each group of columns, and in
+NVFP4 a scale for the whole weight. A model holds the parts as they lie in a checkpoint, as bytes of dtype uint8, so
+that `model.to(dtype)` leaves them unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +22,9 @@ _LARGEST_SCALE = 252
 
 
 def _decode_codes(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of the codes: for uint8 `[out, in / 2]`, `[out, in]` in bfloat16 or float32.
+    """Return the values `[out, in]` of codes that are packed as uint8 `[out, in / 2]`.
 
-    The low bits of a byte are the even column.
+    The low bits of a byte are the even column. `dtype` must be bfloat16 or float32.
     """
     # A pair of values for each byte.
     values = torch.tensor(_E2M1, dtype=dtype, device=packed.device)
@@ -39,7 +40,7 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloa
     Args:
         packed: `[out, in / 2]` uint8, two numbers of four bits each; the low bits are the even column.
         scale: `[out, in / 32]` uint8, exponents plus 127.
-        dtype: dtype of the result. It holds each of the products if it is bfloat16 or wider.
+        dtype: dtype of the result. bfloat16 and float32 hold every value exactly.
 
     Returns:
         `[out, in]`.
@@ -59,7 +60,7 @@ def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: tor
     Args:
         packed: `[out, in / 2]` uint8, as for [`decode_mxfp4`].
         scale: `[out, in / 16]` float8 (E4M3), or its bytes.
-        global_scale: `[n]` float32, or its bytes: each is that of `out / n` rows.
+        global_scale: `[n]` float32, or its bytes. Each of the n scales belongs to `out / n` rows.
         dtype: dtype of the result, to which the products are rounded once.
 
     Returns:
@@ -73,7 +74,7 @@ def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: tor
 
 
 def check_scales(subject: str, scale: Tensor) -> None:
-    """Raise `ValueError` if scales hold NaN, or one whose weights are not finite or not in bfloat16.
+    """Raise `ValueError` if a scale is NaN, has a wrong sign, or is too large for weights in bfloat16.
 
     Args:
         subject: the tensor, for the message.
@@ -101,10 +102,10 @@ class Packing(NamedTuple):
     parts: dict[str, torch.dtype]
     """Names of the parts, each with its dtype in a checkpoint. There each name follows `weight_`."""
     decode: Callable[..., Tensor]
-    """Return the weight of its parts, and of a dtype unless it is one that holds all values."""
+    """Return the weight from its parts, in the dtype that may follow them. The default dtype holds all values."""
 
     def shapes(self, rows: int, columns: int, weights: int = 1) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parts in a checkpoint; of several weights, joined along their rows.
+        """Return the shapes of the parts in a checkpoint. Several weights are joined along their rows.
 
         Args:
             rows: number of rows of all weights.
@@ -137,7 +138,7 @@ def packed_linear(x: Tensor, packing: Packing, parts: Sequence[Tensor]) -> Tenso
     Args:
         x: `[tokens, in]`.
         packing: format of the weight.
-        parts: the weight `[out, in]`.
+        parts: the parts of the weight `[out, in]`.
 
     Returns:
         `[tokens, out]`.
@@ -181,6 +182,6 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         parts = ctx.saved_tensors
-        # Under autocast the product was in 16 bits, and its gradient is.
+        # Under autocast the product was computed in 16 bits, so its gradient comes in 16 bits.
         weight = _decode(ctx.packing, parts, grad.dtype)
         return (grad @ weight).to(ctx.dtype), None, *(None for _ in parts)

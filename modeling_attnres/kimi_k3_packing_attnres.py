@@ -51,9 +51,10 @@ QUANTIZATION = {
 def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Pack a weight as MXFP4, with the scale of each group by the rule EVEN.
 
-    The rule is that of compressed-tensors and torchao: the largest absolute weight of a group, rounded to a significand
-    of one binary digit after the point, is below 8 in units of the scale. So a weight may be up to 7 units, and becomes
-    6. The sign of a zero stays.
+    compressed-tensors and torchao have the same rule. The largest absolute weight of a group is rounded to one binary
+    digit after the point, such as 1.75 * 2^n to 2^(n + 1). The scale is the power of two of this number, divided by 4.
+    So the largest weight is less than 7 times the scale, and weights between 6 and 7 times the scale become 6 times the
+    scale. Zeros keep their sign.
 
     Args:
         weight: `[..., out, in]`, of any floating point dtype.

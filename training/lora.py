@@ -57,9 +57,10 @@ def add_adapters(
     the base model, and `merge_and_unload` gives a model without PEFT. Trained tensors are float32, whatever the dtype
     of the base model.
 
-    The adapters of Kimi K3's experts are computed for the chosen experts alone, which may be packed. For other models
-    PEFT adds an adapter's `B A` to a layer's stacked experts in every forward pass, which takes the memory of one more
-    copy of them. An `expert_rank` as large as `rank` would make the adapter of a model with many experts large.
+    The adapters of Kimi K3's experts are computed for the chosen experts alone. These experts may be packed; they then
+    take no second adapter by PEFT's `add_adapter`. For other models PEFT adds an adapter's `B A` to a layer's stacked
+    experts in every forward pass, which takes the memory of one more copy of them. An `expert_rank` as large as `rank`
+    would make the adapter of a model with many experts large.
 
     The model may be sharded among processes, or be a part of a pipeline. Each process then has the whole adapter of
     the layers that it computes, in plain tensors.
@@ -159,7 +160,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         The PEFT model, for inference.
 
     Raises:
-        ValueError: The adapter has other tensors, or of other sizes, than its configuration declares for this model.
+        ValueError: The adapter does not have exactly the tensors that its configuration declares for this model, or
+            some have other shapes.
     """
     config = cast(LoraConfig, LoraConfig.from_pretrained(str(folder)))
     use_wrappers(config)
@@ -186,8 +188,14 @@ def merge_adapters(adapted: PeftModel) -> PreTrainedModel:
     All processes call it together, each with the whole adapter. Packed experts with an adapter are packed again, and a
     warning says how far this moved them.
 
+    Args:
+        adapted: The PEFT model.
+
     Returns:
         The base model, which is changed in place, and sharded as before.
+
+    Raises:
+        ValueError: The model has adapters on packed experts.
     """
     adapted.state_dict()  # FSDP2 puts the parts of parameters into the modules before it reads them
     for module in adapted.modules():

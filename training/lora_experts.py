@@ -36,7 +36,7 @@ class ParamWrapper(lora.ParamWrapper):
     The class has the name of PEFT's, because PEFT recognises wrappers of parameters by the name of their class.
 
     Attributes:
-        first_expert: The number of the first expert that this process holds; not 0 with expert parallelism.
+        first_expert: The index of the first expert that this process holds. Without expert parallelism it is 0.
         moved: Sums of squares over packed experts that [`merge`] has changed: of the merged weights, of what the
             adapters changed in them, and of what packing them again changed.
     """
@@ -143,7 +143,8 @@ class ParamWrapper(lora.ParamWrapper):
     def _factors(self, adapter: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], float]:
         """Return the matrices A `[rank, in]` and B `[out, rank]` of all experts, and the factor of their product.
 
-        All at once: the gradient of each single expert's part would have the size of the whole tensor.
+        One operation splits the tensor for all experts: if each expert's part were indexed, each of these operations
+        would make a gradient of the size of the whole tensor.
         """
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         a = a.view(self.num_experts, -1, a.shape[1]).unbind(0)
@@ -153,8 +154,8 @@ class ParamWrapper(lora.ParamWrapper):
 class SharedOuterWrapper(ParamWrapper):
     """The adapter of one stacked weight, whose outer factor all experts share.
 
-    That is A of the first projection, which reads the latent space, and B of the second one, which writes to it. In a
-    state dict the factor stands once for each expert, as PEFT has it.
+    The outer factors are A of the first projection, which reads the latent space, and B of the second one, which writes
+    to it. A state dict has a copy of the factor for each expert, as PEFT expects.
     """
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
@@ -204,7 +205,7 @@ class SharedOuterWrapper(ParamWrapper):
 
 
 def _stored(experts: nn.Module) -> nn.Parameter:
-    """Return a parameter of the experts that is stored, which the place-holder of a packed weight is not."""
+    """Return a parameter of the experts that is stored. The place-holders of packed weights are not: skip them."""
     parameters = [*experts.parameters()]
     return next((parameter for parameter in parameters if not parameter.is_meta), parameters[0])
 
@@ -240,7 +241,7 @@ SharedOuterWrapper.__name__ = ParamWrapper.__name__
 
 @contextmanager
 def packed_stacks(model: nn.Module) -> Generator[None]:
-    """Give packed experts a place-holder for each stacked weight while PEFT looks for what it adapts.
+    """Give packed experts a place-holder for each stacked weight while PEFT looks for the weights to adapt.
 
     Args:
         model: The base model.

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, KimiLinearConfig
+from transformers import AutoConfig, AutoModelForCausalLM, KimiLinearConfig
 
 from attnres import AttnResForCausalLM
 from attnres.configuration import count_parameters, load
 from attnres.residual_attnres import residual_tensors
+from attnres.training.parallel.pipeline_model import count_costs
 
 
 def test_counts_equal_those_of_an_allocated_model(tiny_config):
@@ -50,6 +51,14 @@ def test_the_experts_of_other_backbones_are_counted_alike(model_type, experts_fi
 
     router_rows = (8 - 2) * (32 + has_biases) * 2
     assert count(8).activated_non_embedding == count(2).non_embedding + router_rows
+
+
+def test_packed_experts_are_counted_as_unpacked_ones():
+    plain, packed = load("attnres-k3-tiny"), load("attnres-k3-tiny", packed_experts=True)
+    assert count_parameters(packed) == count_parameters(plain)
+    with torch.device("meta"):
+        costs = [count_costs(AutoModelForCausalLM.from_config(config)) for config in (plain, packed)]
+    assert costs[0] == costs[1]
 
 
 def test_without_experts_every_parameter_is_activated(tiny_config):

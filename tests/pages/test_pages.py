@@ -142,11 +142,15 @@ def check_tune_kimi_k3(folder: Path, printed: str, hub: Hub) -> None:
     """Check the trained models: their layout, the token that ends a turn, and the reward model without `attnres`."""
     assert "<|open|>think<|sep|>" in printed and "Verified: " in printed
     ends = json.loads((folder / "Kimi-K3/config.json").read_text())["text_config"]["eos_token_id"]
-    for name in ("runs/k3-sft/model", "runs/k3-lora/model", "runs/k3-dpo", "runs/k3-grpo", "k3-merged"):
+    for name in ("runs/k3-sft/model", "runs/k3-dpo", "runs/k3-grpo", "k3-merged", "k3-tuned"):
         config = AttnResKimiK3Config.from_pretrained(folder / name)
         assert config.checkpoint_layout == "composite" and config.eos_token_id == ends, name
-    first, second = (load_file(folder / name / "model.safetensors") for name in ("runs/k3-lora/model", "k3-merged"))
-    assert first.keys() == second.keys()
+    assert (folder / "runs/k3-grpo-packed/adapter_config.json").exists()
+    names = [
+        json.loads((folder / name / "model.safetensors.index.json").read_text())["weight_map"].keys()
+        for name in ("Kimi-K3", "k3-tuned")
+    ]
+    assert names[0] == names[1] and any(name.startswith("vision_tower.") for name in names[1])
     code = (
         "import sys; sys.modules['attnres'] = None\n"
         "from transformers import AutoModelForSequenceClassification as Auto, AutoTokenizer\n"

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnres import ResidualConfig
-from attnres.configuration.counting import count_idle
+from attnres.configuration.counting import count_idle, count_values
 from attnres.decoder_attnres import ResidualModel
 from attnres.residual_attnres import DepthState
 from attnres.utils.partition import partition_layers
@@ -153,7 +153,7 @@ def count_costs(model: PreTrainedModel) -> tuple[list[float], float]:
 
 
 def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return count_values(module.named_parameters())
 
 
 def keep_part(
