@@ -164,12 +164,13 @@ def _strength(fields: Mapping[str, Any], name: str, rank: int, source: Path) -> 
 _STRENGTHS = (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
 
 
-def _of_pattern(fields: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
+def _of_pattern(fields: Mapping[str, Any], key: str, pattern: str, name: str) -> Any:
     """Return the rank or alpha of a module: of the first pattern that its name ends in, as PEFT reads them.
 
     A pattern may be the whole name of a module of the composite layout, with its prefix.
     """
-    for ending, value in (fields.get(pattern) or {}).items():
+    patterns: dict[str, Any] = fields.get(pattern) or {}
+    for ending, value in patterns.items():
         if any(re.match(rf"(.*\.)?({ending})$", whole) for whole in (name, PREFIX + name)):
             return value
     return fields.get(key)
