@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # the name in PyTorch's guide; there is no public one
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnres import ResidualConfig
+from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.decoder_attnres import ResidualDecoderLayer
 
 from .kernels import CAUSAL, FLASH, use_stand_ins
@@ -64,6 +64,9 @@ def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
     config = deepcopy(config)
     # Every implementation keeps the same tensors, and only this one runs without data.
     config.depth_attention_implementation = "eager"
+    if isinstance(config, AttnResKimiK3Config):
+        # A job says whether experts are packed. Their codes would be counted as numbers.
+        config.packed_experts = False
     attention = FLASH if batch.fused else CAUSAL if batch.training else "sdpa"
     model = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
     model.train(batch.training)

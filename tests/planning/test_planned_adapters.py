@@ -55,10 +55,7 @@ def test_weights_and_adapters_take_the_planned_memory_within_3_percent(name):
     adapters = sum(t.nbytes for t in (*trained, *(p.grad for p in trained), *states))
     frozen = sum(parameter.nbytes for parameter in adapted.parameters() if not parameter.requires_grad)
 
-    config = make()
-    if packed:
-        config.packed_experts = False
-    costs = Costs(config, Job(1, 64, 64, lora=RANK, packed=packed))
+    costs = Costs(make(), Job(1, 64, 64, lora=RANK, packed=packed))
     memory = plan_layout(costs, Layout(), Device()).memory
     assert memory["weights"] == pytest.approx(frozen, rel=0.03)
     assert memory["adapters"] == pytest.approx(adapters, rel=0.03)
