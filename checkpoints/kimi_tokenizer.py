@@ -120,6 +120,11 @@ def read_kimi_tokenizer(
     # Decoding may leave out tokens that are special, and keeps the others.
     control = [AddedToken(f"<|reserved_token_{i}|>", normalized=False, special=True) for i in range(first, end)]
     for key, token in config.get("added_tokens_decoder", {}).items():
+        if not key.isdecimal() or not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            raise ValueError(
+                f"`added_tokens_decoder` of the tokenizer_config.json beside {path} must have an id and a `content` "
+                f"for each token, but has {key!r}: {token!r}. Copy it again."
+            )
         if (i := int(key)) not in range(first, end):
             raise ValueError(
                 f"{path} holds {first} ranks, and {token['content']} of tokenizer_config.json has the id {i}, which "

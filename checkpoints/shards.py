@@ -125,7 +125,7 @@ def copy_shard(
         for entry in kept:
             for chunk in read_pieces(source, entry, shard.source):
                 if entry.name not in unused:
-                    _check_finite(chunk, entry, shard.source)
+                    check_finite(chunk, entry, shard.source)
                     if check is not None and not _is_float(entry):
                         check(torch.frombuffer(chunk, dtype=torch.uint8), entry, shard.source)
                 sink.write(chunk)
@@ -207,7 +207,14 @@ def _is_float(entry: StoredTensor) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
-def _check_finite(chunk: memoryview, entry: StoredTensor, path: Path) -> None:
+def check_finite(chunk: memoryview, entry: StoredTensor, path: Path) -> None:
+    """Raise ValueError if a piece of a tensor holds NaN or infinite values.
+
+    Args:
+        chunk: The bytes.
+        entry: The tensor.
+        path: The file that the message names.
+    """
     if not _is_float(entry):
         return
     dtype = DTYPES[entry.dtype]
@@ -224,6 +231,7 @@ __all__ = [
     "DTYPES",
     "StoredTensor",
     "Shard",
+    "check_finite",
     "copy_shard",
     "read_pieces",
     "read_shard",

@@ -19,7 +19,7 @@ from attnres import AttnResKimiK3Config
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.complete import check_complete, empty_model
 from attnres.checkpoints.kimi_k3 import has_head, is_packed
-from attnres.checkpoints.shards import DTYPES, Shard, StoredTensor, read_pieces, write_shard
+from attnres.checkpoints.shards import DTYPES, Shard, StoredTensor, check_finite, read_pieces, write_shard
 from attnres.kimi_k3_layout_attnres import PREFIX
 from attnres.kimi_k3_packed_attnres import MXFP4, check_scales, decode_mxfp4
 from attnres.kimi_k3_packing_attnres import GROUP, QUANTIZATION, encode_mxfp4
@@ -193,7 +193,7 @@ class Rewriting:
                 yield from self._expert(prefix, weight, name)
             else:
                 is_equal = model.entry(name).dtype != entry.dtype and torch.equal(*_as_one_dtype(base, model, name))
-                yield _copy(base if is_equal else model, name, entry.name)
+                yield _copy(base, name, entry.name) if is_equal else self._trained(name, entry.name)
 
     def _expert(self, prefix: str, weight: str, name: str) -> Iterator[_Written]:
         """Yield the tensors to write in place of a weight of an expert, or of a part of it.
@@ -205,7 +205,7 @@ class Rewriting:
         """
         if not self.is_packed:  # the weight takes the place of the codes
             if name.endswith(_PACKED):
-                yield _copy(self._model, weight, prefix + weight)
+                yield self._trained(weight, prefix + weight)
             return
         rows, columns = self._shape(weight)
         for part, width in ((_PACKED, columns // 2), (_SCALE, columns // GROUP)):
@@ -217,6 +217,20 @@ class Rewriting:
                 size = rows * width
                 entry = StoredTensor(prefix + weight + part, "U8", (rows, width), 0, size)
                 yield entry, partial(self._pieces, weight, part)
+
+    def _trained(self, name: str, new_name: str) -> _Written:
+        """Return a tensor of the model under its name in the result, which is checked while it is read."""
+        entry, pieces = _copy(self._model, name, new_name)
+        return entry, partial(self._finite, name, pieces)
+
+    def _finite(self, name: str, pieces: Callable[[], Iterable[memoryview]]) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor of the model, and name its file if a value is not finite.
+
+        Later checks know the file of the release alone, in whose place the result is written.
+        """
+        for piece in pieces():
+            check_finite(piece, self._model.entry(name), self.model.where[self._model.names[name]].source)
+            yield piece
 
     def _shape(self, weight: str) -> tuple[int, ...]:
         if weight in self._model.names:
@@ -357,9 +371,11 @@ def _check_is_of(model: Checkpoint, parts: Checkpoint) -> None:
                 f"{model.name} was not trained from {parts.name}: `{name}` is {fields.get(name)!r} there, and "
                 f"{released.get(name)!r} in {parts.name}. Give the release that it was trained from."
             )
-    if (tokenizer := model.tokenizer) is None:
+    # Both are read in any case: a damaged one would be noticed only when the shards have been written.
+    tokenizer, released_tokenizer = model.tokenizer, parts.tokenizer
+    if tokenizer is None:
         return
-    if (released_tokenizer := parts.tokenizer) is None:
+    if released_tokenizer is None:
         raise ValueError(
             f"{parts.name} has no tokenizer that loads here, but {model.name} has one. Copy the tokenizer files of the "
             f"release into {parts.name}."

@@ -566,7 +566,7 @@ def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]
 def _check_quantization(stored: Mapping[str, Mapping[str, Any]] | None) -> None:
     """Raise `ValueError` if a checkpoint is quantised in another way than those that are read here."""
     for fields in (stored or {}).values():
-        if fields.get("format") not in PACKINGS:
+        if fields.get("format") not in [*PACKINGS]:  # a list, since the value may be an object
             method = fields.get("format") or fields.get("quant_method")
             titles = " or ".join(packing.title for packing in PACKINGS.values())
             raise ValueError(

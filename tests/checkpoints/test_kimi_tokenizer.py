@@ -184,6 +184,14 @@ def test_a_damaged_table_is_refused(release, tmp_path, change, message):
         assert "\n" not in str(refused.value) and str(table) in str(refused.value)
 
 
+@pytest.mark.parametrize("entry", [{"x": {"content": "<|sep|>"}}, {"400": {}}, {"400": "<|sep|>"}])
+def test_a_damaged_control_token_is_refused(release, tmp_path, entry):
+    file = shutil.copytree(release, tmp_path / "k3") / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": entry}))
+    with pytest.raises(ValueError, match="must have an id and a `content` for each token, but has"):
+        load_tokenizer(file.parent)
+
+
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 'two & "3"'}}}
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

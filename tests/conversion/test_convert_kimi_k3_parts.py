@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from attnres import AttnResKimiK3ForCausalLM
+from attnres.conversion.kimi_k3_parts import Rewriting
 from attnres.kimi_k3_packed_attnres import decode_mxfp4
 from attnres.kimi_k3_packing_attnres import encode_mxfp4
 
@@ -250,6 +251,12 @@ def give_other_tokenizers(folder: Path) -> None:
     write_tokenizer(train_vocabulary(["a text of another model"], 300), folder)
 
 
+def damage_the_tokenizer(folder: Path) -> None:
+    write_tokenizer(train_vocabulary(["a text of the model"], 300), folder)
+    lines = (folder / "tiktoken.model").read_text().splitlines()
+    (folder / "tiktoken.model").write_text("\n".join(lines[2:]))
+
+
 def give_the_model_a_tokenizer(folder: Path) -> None:
     save_tokenizer(folder.parent / "source")
 
@@ -267,6 +274,7 @@ def become_llama(folder: Path) -> None:
         (other_fields(hidden_size=32), "`hidden_size` is 64 there, and 32 in"),
         (set_field("routed_scaling_factor", 1.0), "`routed_scaling_factor` is 1.7 there, and 1.0 in"),
         (give_other_tokenizers, "their tokenizers have other tokens"),
+        (damage_the_tokenizer, "tiktoken.model must hold each rank once"),
         (give_the_model_a_tokenizer, "has no tokenizer that loads here, but"),
         (become_llama, "--with-parts belongs to Kimi K3, but"),
         (truncate, "truncated or damaged"),
@@ -277,7 +285,10 @@ def become_llama(folder: Path) -> None:
         (change_part("_scale", lambda t: t.clone().fill_(255)), "a scale of NaN"),
     ],
 )
-def test_parts_of_another_or_a_damaged_model_are_refused_before_any_work(copied, tmp_path, refusal, change, words):
+def test_parts_of_another_or_a_damaged_model_are_refused_before_any_work(
+    copied, tmp_path, refusal, monkeypatch, change, words
+):
+    monkeypatch.setattr(Rewriting, "write", lambda *args, **options: pytest.fail("the work has begun"))
     copied("text")
     change(copied("release", "parts"))
     assert words in refusal("--with-parts", str(tmp_path / "parts"))
@@ -302,6 +313,9 @@ def test_a_weight_that_is_not_finite_is_named(copied, refusal):
     folder = copied("plain")
     change_part("", lambda t: t.clone().fill_(math.nan))(folder)
     assert f"`{PREFIX}{EXPERT}` cannot be packed: the weight holds NaN" in refusal("--pack-experts")
+    # The file that is named is the model's, not that of the release.
+    message = refusal("--with-parts", str(copied("release", "parts")))
+    assert f"`{PREFIX}{EXPERT}` in {folder}" in message and "holds NaN or infinite values" in message
 
 
 def test_other_models_and_options_are_refused(folders, tmp_path, refusal):

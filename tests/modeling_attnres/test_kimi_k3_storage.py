@@ -361,6 +361,7 @@ LAYERS = "language_model.model.layers."
         (field("full_attn_layers", 4, LISTS), "`full_attn_layers` is 4, but must be a list of layers"),
         (field("linear_attn_config", [1]), r"`linear_attn_config` is \[1\], but must be an object"),
         (field("quantization_config", "mxfp4"), "`quantization_config` is 'mxfp4', but must be an object"),
+        (field("quantization_config", {"format": ["mxfp4"]}), r"`quantization_config` has the format \['mxfp4'\], but"),
         (lambda config, tensors: config.update(text_config="x"), "`text_config` is 'x', but must be an object"),
         (field("attn_res_block_size", 0), "`attn_res_block_size` is 0, .* an integer >= 1"),
         (field("full_attn_layers", [3, 4, 6, 7], LISTS), "layer 3 is in both `full_attn_layers` and `kda_layers`"),
