@@ -19,7 +19,7 @@ from attnres.kimi_k3_attnres import KimiK3Experts, KimiK3PackedExperts
 from attnres.utils.extras import require_extra
 
 with require_extra("train"):
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
     from peft.tuners import lora
 
 EXPERTS = (KimiK3Experts, KimiK3PackedExperts)
@@ -167,18 +167,27 @@ def _expand(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: str,
     """Repeat the shared factors in a state dict for each expert."""
     for name in module.shared_names(prefix):
         if name in tensors:
-            # A has the experts outside `[experts, rank, in]`, and B inside `[out, rank, experts]`.
-            times = module.num_experts
-            tensor = tensors[name]
-            tensors[name] = tensor.repeat(times, 1) if module._shares_a else tensor.repeat_interleave(times, 1)
+            tensors[name] = _copies(module, tensors[name])
+
+
+def _copies(module: SharedOuterWrapper, factor: Tensor) -> Tensor:
+    """Return a shared factor once for each expert."""
+    # A has the experts outside `[experts, rank, in]`, and B inside `[out, rank, experts]`.
+    times = module.num_experts
+    return factor.repeat(times, 1) if module._shares_a else factor.repeat_interleave(times, 1)
 
 
 def _contract(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: str, *args: Any) -> None:
-    """Take the shared factors of a state dict from their first copy."""
+    """Take the shared factors of a state dict from their first copy. Raise ValueError if the copies differ."""
     for name in module.shared_names(prefix):
         if name in tensors:
             tensor, times = tensors[name], module.num_experts
             tensors[name] = tensor[: len(tensor) // times] if module._shares_a else tensor[:, ::times]
+            if not torch.equal(_copies(module, tensors[name]), tensor):
+                raise ValueError(
+                    f"`{name}` differs among experts, but the experts of this model share it. Load the adapter by "
+                    "`load_adapter` onto a base model without adapters."
+                )
 
 
 # PEFT finds a wrapper among several by the name of its class.
@@ -204,6 +213,29 @@ def packed_stacks(model: nn.Module) -> Generator[None]:
         for experts in packed:
             for name in STACKS:
                 delattr(experts, name)
+
+
+class PackedLoraModel(lora.LoraModel):
+    """PEFT's model of adapters, in which experts that stay packed take further adapters too."""
+
+    def inject_adapter(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter, as `add_adapter` and `load_adapter` of PEFT call it."""
+        with packed_stacks(model):
+            super().inject_adapter(model, *args, **kwargs)
+
+
+# PEFT, TRL and others may compare the name of the class.
+PackedLoraModel.__name__ = lora.LoraModel.__name__
+
+
+def take_more_adapters(adapted: PeftModel) -> None:
+    """Let the packed experts of a PEFT model take further adapters by PEFT's own methods.
+
+    Args:
+        adapted: The model, which is changed in place.
+    """
+    if any(isinstance(module, KimiK3PackedExperts) for module in adapted.modules()):
+        adapted.base_model.__class__ = PackedLoraModel
 
 
 def use_wrappers(config: LoraConfig, shared_outer: bool = False) -> None:

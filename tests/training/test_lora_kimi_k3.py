@@ -150,6 +150,28 @@ def test_adapters_on_packed_experts_are_those_on_unpacked_ones(packed_folder, tm
             assert abs(loaded(IDS, labels=IDS).loss - losses[0]) > 1e-3
 
 
+def test_packed_experts_take_a_second_adapter_by_peft(packed_folder, tmp_path):
+    """TRL adds one as the reference of `DPOTrainer`."""
+    adapted = moved(add_adapters(base_of(packed_folder, packed_experts=True, dtype=torch.float32), rank=4))
+    adapted.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = adapted(IDS).logits
+    for model in (
+        add_adapters(base_of(packed_folder, packed_experts=True, dtype=torch.float32), rank=4),
+        load_adapter(base_of(packed_folder, packed_experts=True, dtype=torch.float32), tmp_path),
+    ):
+        model.load_adapter(tmp_path, "second")
+        model.set_adapter("second")
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS).logits, expected)
+
+
+def test_experts_that_share_factors_refuse_an_adapter_that_does_not(folder, tmp_path):
+    adapted_of(folder).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="differs among experts, but the experts of this model share it"):
+        adapted_of(folder, shared_outer=True).load_adapter(tmp_path, "second")
+
+
 def test_an_adapter_on_packed_experts_is_not_merged(packed_folder):
     adapted = add_adapters(base_of(packed_folder, packed_experts=True), rank=4)
     with pytest.raises(ValueError, match="packed experts: load the base without `packed_experts`"):
