@@ -23,8 +23,10 @@ SMOKE = tests/test_smoke.py tests/test_rooms.py tests/test_names.py tests/test_r
 check: lint
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" $(SMOKE)
 
+# .ci/run chooses the slow tests too.
+MARKS = not slow
 test: .venv/test.installed
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "$(MARKS)" --numprocesses 2 --dist worksteal
 
 # The type checker needs the types of torch and transformers, so the whole environment.
 lint: .venv/test.installed

@@ -11,6 +11,7 @@ become one adapter, whose rank is the sum of theirs:
     [w1; w3] x + [[B1, 0], [0, B3]] [A1; A3] x
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from attnres.checkpoints.source import ModelSource
 from attnres.checkpoints.source_files import json_text, read_object
 from attnres.kimi_k3_configuration_attnres import COMPOSITE
 from attnres.kimi_k3_layout_attnres import PREFIX, released_shapes
+from attnres.utils.errors import about
 from attnres.utils.files import atomic_directory
 from attnres.utils.model_files import WRITTEN_ADAPTER
 
@@ -36,7 +38,7 @@ _RENAMED = {
     r"\.self_attn\.forget_gate\.": ".self_attn.",
     r"\.mlp\.(?!(?:gate|up|down)_proj)": ".block_sparse_moe.",
 }
-_OF_GATE = r"\.self_attn\.(?=f_[ab]_proj)"
+_OF_GATE = r"\.self_attn\.(?=f_[ab]_proj|A_log|dt_bias)"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\Z")
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight\Z")
 
@@ -53,12 +55,15 @@ def convert_adapter(source: Path, target: Path, form: str, *, overwrite: bool = 
 
     Raises:
         OSError: A file is missing or cannot be written.
-        ValueError: The adapter does not fit the base model that it names, or it has the requested form already.
+        ValueError: The adapter is not of this base, not in the other form, damaged, or no LoRA.
     """
     fields = read_object(source / ADAPTER_CONFIG_NAME)
-    tensors = load_file(source / ADAPTER_SAFE_WEIGHTS_NAME)
+    if (kind := fields.get("peft_type")) != "LORA":
+        raise ValueError(f"the adapter in {source} is of the type {kind!r}, but --adapter takes 'LORA' alone.")
+    with about(source / ADAPTER_SAFE_WEIGHTS_NAME, "Copy it again."):
+        tensors = load_file(source / ADAPTER_SAFE_WEIGHTS_NAME)
     config = _base_of(source, fields)
-    factors, others = _factors(tensors)
+    factors, others = _factors(tensors, source)
     convert = _to_released if form == "released" else _from_released
     result, changed = convert(config, fields, factors, others, source)
     with atomic_directory(target, WRITTEN_ADAPTER, overwrite=overwrite) as folder:
@@ -68,7 +73,8 @@ def convert_adapter(source: Path, target: Path, form: str, *, overwrite: bool = 
 
 def _base_of(source: Path, fields: Mapping[str, Any]) -> AttnResKimiK3Config:
     """Return the configuration of the base model that an adapter names."""
-    base = fields.get("base_model_name_or_path") or ""
+    base = fields.get("base_model_name_or_path")
+    base = base if isinstance(base, str) else ""
     try:
         config = ModelSource(base).config()
     except OSError as error:
@@ -84,16 +90,31 @@ def _base_of(source: Path, fields: Mapping[str, Any]) -> AttnResKimiK3Config:
 Factors = dict[str, dict[str, Tensor]]
 
 
-def _factors(tensors: Mapping[str, Tensor]) -> tuple[Factors, dict[str, Tensor]]:
-    """Return the factors A and B of each adapted module by its name, and the other tensors, both without a prefix."""
+def _factors(tensors: Mapping[str, Tensor], source: Path) -> tuple[Factors, dict[str, Tensor]]:
+    """Return the factors A and B of each adapted module by its name, and the other tensors, both without a prefix.
+
+    Raises:
+        ValueError: A factor is missing, is no matrix, or holds NaN; or a tensor of the adapter is no factor.
+    """
     factors: Factors = defaultdict(dict)
     others = {}
     for full_name, tensor in tensors.items():
         name = full_name.removeprefix(_ROOT).removeprefix(PREFIX)
-        if match := _FACTOR.match(name):
+        match = _FACTOR.match(name)
+        if match is None and "lora_" in name:  # such as the magnitudes of DoRA, which have no other form
+            raise ValueError(f"the adapter in {source} has `{full_name}`, but --adapter takes A and B of LoRA alone.")
+        if not tensor.is_floating_point() or not tensor.isfinite().all() or (match and tensor.dim() != 2):
+            kind = "a matrix of finite numbers" if match else "finite numbers"
+            raise ValueError(f"`{full_name}` of the adapter in {source} must hold {kind}. Copy it again.")
+        if match:
             factors[match[1]][match[2]] = tensor
         else:
             others[name] = tensor
+    for name, parts in factors.items():
+        if len(parts) < 2:
+            raise ValueError(f"the adapter in {source} lacks one of lora_A and lora_B of `{name}`. Copy it again.")
+    if not factors:
+        raise ValueError(f"the adapter in {source} has no tensors of LoRA. Copy it again.")
     return factors, others
 
 
@@ -108,32 +129,51 @@ def _own_name(name: str) -> str:
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
-def _check(config: AttnResKimiK3Config, factors: Factors, source: Path) -> None:
-    """Raise ValueError if the factors of released modules do not fit the matrices of the base model."""
+def _check(config: AttnResKimiK3Config, factors: Factors, others: Mapping[str, Tensor], source: Path) -> None:
+    """Raise ValueError if released tensors do not fit the base model: factors, and tensors that were trained whole."""
     shapes = released_shapes(config)
-    for name, parts in factors.items():
-        shape = shapes.get(f"{name}.weight")
-        a, b = parts.get("A"), parts.get("B")
-        if shape is None or a is None or b is None or (len(b), a.shape[1]) != shape or len(a) != b.shape[1]:
-            problem = "has no such matrix" if shape is None else f"has a matrix of shape {list(shape)} there"
+    fits = {f"{n}.weight": ((len(p["B"]), p["A"].shape[1]), len(p["A"]) == p["B"].shape[1]) for n, p in factors.items()}
+    fits |= {name: (tuple(tensor.shape), True) for name, tensor in others.items()}
+    for name, (shape, is_whole) in fits.items():
+        must = shapes.get(name)
+        if shape != must or not is_whole:
+            problem = "has no such tensor" if must is None else f"has the shape {list(must)} there"
             raise ValueError(
                 f"the adapter in {source} is of another base model: the base that it names {problem}, `{name}`."
             )
 
 
-def _strength(fields: Mapping[str, Any], name: str) -> float:
-    """Return the factor by which PEFT scales an adapter, by the name of its module or parameter."""
-    rank, alpha = (_of_pattern(fields, key, pattern, name) for key, pattern in _STRENGTHS)
+def _strength(fields: Mapping[str, Any], name: str, rank: int, source: Path) -> float:
+    """Return the factor by which PEFT scales an adapter, by the name of its module or parameter.
+
+    Raises:
+        ValueError: The rank is not that of the tensors, or the factor is no number.
+    """
+    set_rank, alpha = (_of_pattern(fields, key, pattern, name) for key, pattern in _STRENGTHS)
+    path = source / ADAPTER_CONFIG_NAME
+    if set_rank != rank:
+        raise ValueError(
+            f"the adapter in {source} has the rank {rank} for `{name}` of the base that it names, but {path.name} says "
+            f"{set_rank!r}. Copy both files again, or name the right base there."
+        )
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"{path}: `lora_alpha` of `{name}` is {alpha!r}, but must be a number.")
     return alpha / rank**0.5 if fields.get("use_rslora") else alpha / rank
 
 
 _STRENGTHS = (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
 
 
-def _of_pattern(fields: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
-    """Return the rank or alpha of a module, as PEFT does: from the first pattern that matches, or the default."""
-    patterns = fields.get(pattern) or {}
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), fields[key])
+def _of_pattern(fields: Mapping[str, Any], key: str, pattern: str, name: str) -> Any:
+    """Return the rank or alpha of a module: of the first pattern that its name ends in, as PEFT reads them.
+
+    A pattern may be the whole name of a module of the composite layout, with its prefix.
+    """
+    patterns: dict[str, Any] = fields.get(pattern) or {}
+    for ending, value in patterns.items():
+        if any(re.match(rf"(.*\.)?({ending})$", whole) for whole in (name, PREFIX + name)):
+            return value
+    return fields.get(key)
 
 
 def _split_rules(strengths: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
@@ -167,6 +207,7 @@ def _to_released(
     config: AttnResKimiK3Config, fields: Mapping[str, Any], factors: Factors, others: dict[str, Tensor], source: Path
 ) -> Result:
     count = config.num_local_experts or 1
+    targets = fields.get("target_parameters") or ()
     released: Factors = {}
     strengths: dict[str, tuple[int, float]] = {}
     for name, parts in factors.items():
@@ -174,19 +215,21 @@ def _to_released(
             raise ValueError(f"the adapter in {source} has released names already, such as `{name}`.")
         if not name.removesuffix(".base_layer").endswith(".experts"):
             released[_released_name(name)] = parts
-            strengths[_released_name(name)] = len(parts["A"]), _strength(fields, name)
+            rank = len(parts["A"])
+            strengths[_released_name(name)] = rank, _strength(fields, name, rank, source)
             continue
         a, b = parts["A"], parts["B"]
         # PEFT nests the wrappers of two parameters: the name of the inner one ends in `.base_layer`. A single wrapper
         # has the name of the module.
-        is_gate_up = name.endswith(".base_layer") or not any("down_proj" in key for key in fields["target_parameters"])
+        is_gate_up = name.endswith(".base_layer") or not any("down_proj" in key for key in targets)
         stacked = f"{name.removesuffix('.base_layer')}.{'gate_up_proj' if is_gate_up else 'down_proj'}"
         owner, rank = _released_name(f"{name.removesuffix('.base_layer')}."), len(a) // count
-        if rank * count != len(a) or b.shape[1] != len(a):
+        if not rank or rank * count != len(a) or b.shape[1] != len(a):
             raise ValueError(
                 f"the adapter in {source} is of another base model: the base that it names has {count} experts, which "
                 f"do not divide the {len(a)} rows of `{name}.lora_A`."
             )
+        strength = _strength(fields, stacked, rank, source)
         for expert, (one_a, one_b) in enumerate(
             zip(a.view(count, rank, -1).unbind(0), b.view(len(b), rank, count).unbind(-1))
         ):
@@ -194,19 +237,24 @@ def _to_released(
             halves = zip(("w1", "w3"), one_b.chunk(2)) if is_gate_up else [("w2", one_b)]
             for part, rows in halves:
                 released[f"{owner}{expert}.{part}"] = {"A": one_a, "B": rows}
-                strengths[part] = rank, _strength(fields, stacked)
-    _check(config, released, source)
+                strengths[part] = rank, strength
+    others = {_released_name(name): tensor for name, tensor in others.items()}
+    _check(config, released, others, source)
     prefix = _ROOT + (PREFIX if config.checkpoint_layout == COMPOSITE else "")
     result = {f"{prefix}{n}.lora_{f}.weight": t.clone() for n, parts in released.items() for f, t in parts.items()}
     result |= {prefix + name: tensor for name, tensor in others.items()}
-    by_end = {_end(name): pair for name, pair in strengths.items()}
+    ends: dict[str, set[tuple[int, float]]] = defaultdict(set)
+    for name, pair in strengths.items():
+        ends[_end(name)].add(pair)
+    # The end of a name stands for all layers, unless they differ.
+    by_end = {_end(name) if len(ends[_end(name)]) == 1 else name: pair for name, pair in strengths.items()}
     return result, {"target_modules": sorted(by_end), "target_parameters": None, **_split_rules(by_end)}
 
 
 def _from_released(
     config: AttnResKimiK3Config, fields: Mapping[str, Any], factors: Factors, others: dict[str, Tensor], source: Path
 ) -> Result:
-    _check(config, factors, source)
+    _check(config, factors, others, source)
     own: Factors = {}
     strengths: dict[str, tuple[int, float]] = {}
     experts: dict[str, dict[str, dict[int, dict[str, Tensor]]]] = defaultdict(lambda: defaultdict(dict))
@@ -214,8 +262,8 @@ def _from_released(
         if match := _EXPERT.match(name):
             experts[match[1]][match[3]][int(match[2])] = parts
         else:
-            own[_own_name(name)] = parts
-            strengths[_own_name(name)] = len(parts["A"]), _strength(fields, name)
+            own[_own_name(name)], rank = parts, len(parts["A"])
+            strengths[_own_name(name)] = rank, _strength(fields, name, rank, source)
     stacks: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for owner, by_part in experts.items():
         name = _own_name(f"{owner}.").removesuffix(".")
@@ -237,7 +285,7 @@ def _from_released(
         own[name + inner] = {"A": a, "B": b}
         strengths[stack] = rank, 1.0
     result = {f"{_ROOT}{n}.lora_{f}.weight": t.contiguous() for n, parts in own.items() for f, t in parts.items()}
-    result |= {_ROOT + name: tensor for name, tensor in others.items()}
+    result |= {_ROOT + _own_name(name): tensor for name, tensor in others.items()}
     modules = [name for name in strengths if name not in stacks]
     changed = {"target_modules": modules, "target_parameters": [*stacks] or None}
     return result, changed | _split_rules(strengths)
@@ -260,7 +308,7 @@ def _scaled(
             raise ValueError(f"the adapter in {source} lacks `{name}`, which it has for other experts. Copy it again.")
         rows, columns = released_shapes(config)[f"{name}.weight"]
         return torch.zeros(0, columns), torch.zeros(rows, 0)
-    return pair["A"], pair["B"] * _strength(fields, name)
+    return pair["A"], pair["B"] * _strength(fields, name, len(pair["A"]), source)
 
 
 def _join(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ The tensors of residual connections, such as pseudo-queries, are small: they are
 adapter. PEFT would freeze them, like every weight that is not a target, unless `modules_to_save` names them.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Collection, Generator
@@ -23,7 +24,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from attnres import peft_modules_to_save
 from attnres.configuration.adapted import expert_rank_of, expert_weights, projections
-from attnres.residual_attnres import residual_tensors
+from attnres.residual_attnres import FamilyWarning, residual_tensors
 from attnres.utils.extras import require_extra
 
 from .settings import LoraSettings, explained
@@ -33,6 +34,7 @@ with require_extra("train"):
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
     from .lora_experts import EXPERTS, packed_stacks, take_more_adapters, use_wrappers
+    from .lora_experts import ParamWrapper as ExpertWrapper
 
 
 _OWN_BASE = "Load it on its own base, which its adapter_config.json names."
@@ -185,7 +187,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
 def merge_adapters(adapted: PeftModel) -> PreTrainedModel:
     """Merge adapters into the weights of the base model, which may be sharded among processes.
 
-    All processes call it together, each with the whole adapter.
+    All processes call it together, each with the whole adapter. Packed experts with an adapter are packed again, and a
+    warning says how far this moved them.
 
     Args:
         adapted: The PEFT model.
@@ -205,7 +208,17 @@ def merge_adapters(adapted: PeftModel) -> PreTrainedModel:
                 for parts in (module.lora_A, module.lora_B):
                     for part in parts.values():
                         part.weight = _replicated(part.weight, weight.device_mesh)
-    return cast(PreTrainedModel, adapted.merge_and_unload())
+    wrappers = [module for module in adapted.modules() if isinstance(module, ExpertWrapper)]
+    model = cast(PreTrainedModel, adapted.merge_and_unload())
+    merged, changed, lost = (math.sqrt(sum(wrapper.moved[i] for wrapper in wrappers)) for i in range(3))
+    if merged:
+        message = (
+            f"the adapters moved the weights of experts by {changed / merged:.2g} of their norm, and packing these "
+            f"again moved them by {lost / merged:.2g}. Where that is too much, keep the adapter apart from its base, "
+            "or merge it into unpacked experts (`config.packed_experts=false` in a recipe)."
+        )
+        warnings.warn(message, FamilyWarning, stacklevel=2)
+    return model
 
 
 def _replicated(tensor: Any, mesh: DeviceMesh) -> Any:

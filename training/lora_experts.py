@@ -7,20 +7,24 @@ them, and needs weights that are not packed. The classes here leave the weights 
 and shapes in a state dict, so PEFT by itself reads the same files.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from attnres.kimi_k3_attnres import KimiK3Experts, KimiK3PackedExperts
+from attnres.kimi_k3_packed_attnres import MXFP4, decode_mxfp4
+from attnres.kimi_k3_packing_attnres import encode_mxfp4
 from attnres.utils.extras import require_extra
 
 with require_extra("train"):
     from peft import LoraConfig, PeftModel
     from peft.tuners import lora
+    from peft.tuners.tuners_utils import check_adapters_to_merge
 
 EXPERTS = (KimiK3Experts, KimiK3PackedExperts)
 STACKS = ("gate_up_proj", "down_proj")  # the stacked weights of experts; PEFT nests their wrappers in this order
@@ -33,6 +37,8 @@ class ParamWrapper(lora.ParamWrapper):
 
     Attributes:
         first_expert: The index of the first expert that this process holds. Without expert parallelism it is 0.
+        moved: Sums of squares over packed experts that [`merge`] has changed: of the merged weights, of what the
+            adapters changed in them, and of what packing them again changed.
     """
 
     # PEFT's attributes, whose types its code does not say.
@@ -40,6 +46,7 @@ class ParamWrapper(lora.ParamWrapper):
     lora_B: Any
     scaling: Any
     num_experts: int
+    moved: Sequence[float] = (0.0, 0.0, 0.0)
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Make the tensors of an adapter, as PEFT calls it."""
@@ -55,11 +62,51 @@ class ParamWrapper(lora.ParamWrapper):
         for part in (self.lora_A, self.lora_B):
             part[adapter_name].to(_stored(self.get_base_layer()).device)
 
-    def merge(self, *args: Any, **kwargs: Any) -> None:
-        """Merge adapters into the stacked weight, as PEFT calls it. Raise ValueError if it is packed."""
-        if isinstance(self.get_base_layer(), KimiK3PackedExperts):
-            raise ValueError("adapters cannot be merged into packed experts: load the base without `packed_experts`.")
-        super().merge(*args, **kwargs)
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Merge adapters into the stacked weight, as PEFT calls it. Packed experts are packed again.
+
+        An expert whose adapter is zero keeps its bytes.
+
+        Raises:
+            ValueError: The experts are packed in another format than MXFP4.
+        """
+        experts = self.get_base_layer()
+        if not isinstance(experts, KimiK3PackedExperts):
+            return super().merge(safe_merge, adapter_names)
+        if experts.packing is not MXFP4:
+            raise ValueError(
+                f"adapters cannot be merged into experts that are packed as {experts.packing.title}: load the base "
+                "without `packed_experts`."
+            )
+        for adapter in check_adapters_to_merge(self, adapter_names):
+            if adapter in self.lora_A:
+                self._merge_into_packed(experts, *self._factors(adapter))
+                self.merged_adapters.append(adapter)
+
+    @torch.no_grad()
+    def _merge_into_packed(
+        self, experts: KimiK3PackedExperts, a: Sequence[Tensor], b: Sequence[Tensor], scaling: float
+    ) -> None:
+        """Add `scaling * b @ a` to the packed weight of each expert."""
+        stored = [getattr(experts, f"{self.parameter_name}_{part}") for part in experts.packing.parts]
+        whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach() for tensor in stored]
+        for expert, factors in enumerate(zip(a, b, strict=True)):
+            inner, outer = (factor.float() for factor in factors)
+            if not (change := scaling * outer @ inner).any():
+                continue
+            parts = [tensor[expert] for tensor in whole]
+            change = change.to(parts[0].device)
+            merged = decode_mxfp4(*parts, dtype=torch.float32) + change
+            for part, packed in zip(parts, encode_mxfp4(merged), strict=True):
+                part.copy_(packed)
+            lost = decode_mxfp4(*parts, dtype=torch.float32) - merged
+            self.moved = [
+                total + tensor.square().sum().item() for total, tensor in zip(self.moved, (merged, change, lost))
+            ]
+        for tensor, changed in zip(stored, whole, strict=True):
+            if isinstance(tensor, DTensor):
+                shared = DTensor.from_local(changed, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+                tensor.copy_(shared.redistribute(placements=tensor.placements))
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Generator[None]:
@@ -182,12 +229,14 @@ def _contract(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: st
     for name in module.shared_names(prefix):
         if name in tensors:
             tensor, times = tensors[name], module.num_experts
-            tensors[name] = tensor[: len(tensor) // times] if module._shares_a else tensor[:, ::times]
-            if not torch.equal(_copies(module, tensors[name]), tensor):
+            shared = tensor[: len(tensor) // times] if module._shares_a else tensor[:, ::times]
+            copies = _copies(module, shared)
+            if copies.shape == tensor.shape and not torch.equal(copies, tensor):
                 raise ValueError(
-                    f"`{name}` differs among experts, but the experts of this model share it. Load the adapter by "
-                    "`load_adapter` onto a base model without adapters."
+                    f"`{name}` has a factor for each expert, but experts share theirs in this model, which has "
+                    "adapters with `shared_outer`. Load the adapter onto a base model without adapters."
                 )
+            tensors[name] = shared
 
 
 # PEFT finds a wrapper among several by the name of its class.

@@ -185,11 +185,6 @@ def check_model(recipe: Recipe, name: str) -> None:
                 "`packed_experts` in `config` freezes the experts, so the recipe would train the model without them. "
                 "Remove it, or train adapters by `lora`."
             )
-        if recipe.merge and recipe.lora.experts:
-            raise ValueError(
-                "`merge` of the recipe cannot add adapters of experts to packed ones: leave out `packed_experts` of "
-                "`config`, or `merge`, or set `lora.experts=false`."
-            )
         if not is_packed(source.checkpoint):
             raise ValueError(f"`packed_experts` in `config` is true, but the experts of {recipe.model} are not packed.")
     if find_adapter_config_file(recipe.model) is not None:
@@ -341,15 +336,10 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
 
 
 def _packed_if_frozen(recipe: Recipe) -> dict[str, Any]:
-    """Return the field by which packed experts stay packed where only adapters are trained.
-
-    Adapters of experts cannot be merged into packed ones.
-    """
-    if recipe.lora is None or (recipe.merge and recipe.lora.experts):
-        return {}
+    """Return the field by which packed experts stay packed where only adapters are trained."""
     with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
         checkpoint = recipe.source.checkpoint
-        if checkpoint.is_kimi_k3 and is_packed(checkpoint):
+        if recipe.lora is not None and checkpoint.is_kimi_k3 and is_packed(checkpoint):
             return {"packed_experts": True}
     return {}
 

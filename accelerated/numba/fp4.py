@@ -32,9 +32,11 @@ def fp4_dot(typing_context, codes, scales, vector, groups):
             even, odd = _doubles(builder, codes, loop.index)
             start = builder.add(vector, builder.mul(loop.index, _INDEX(4 * _GROUP)))
             of_even, of_odd = (_load(builder, start, _FLOATS, offset, 4) for offset in (0, 4 * _BYTES))
-            products = add_product(builder, odd, of_odd, builder.fmul(even, of_even))
+            # The scale comes first: products with the numbers alone overflow for inputs beyond 1e37.
             power = splat(builder, _half_scale(builder, scales, loop.index), _BYTES)
-            builder.store(add_product(builder, products, power, builder.load(total)), total)
+            even, odd = (builder.fmul(part, power) for part in (even, odd))
+            products = add_product(builder, even, of_even, builder.load(total))
+            builder.store(add_product(builder, odd, of_odd, products), total)
         return of_lanes(builder, builder.load(total))
 
     return types.float32(*(types.int64,) * 4), generate

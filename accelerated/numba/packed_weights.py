@@ -33,7 +33,7 @@ def packed_linear(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor | None:
         return None
     tokens, columns = x.shape
     # Of each 32 columns the even ones first, as the loops take them.
-    vectors = x.detach().float().view(tokens, -1, 16, 2).transpose(-1, -2).reshape(tokens, columns)
+    vectors = packed(x.detach().float().view(tokens, -1, 16, 2).transpose(-1, -2).reshape(tokens, columns))
     result = torch.empty((tokens, len(codes)), dtype=x.dtype, device="cpu")
     call.packed_product(packed(codes), packed(scales), vectors, result)
     return result

@@ -43,6 +43,22 @@ def test_products_are_those_with_the_decoded_weight(columns, tokens, dtype):
     assert (product - expected).norm() <= (2.0**-8 if dtype is torch.bfloat16 else 1e-6) * expected.norm()
 
 
+def test_products_are_finite_for_inputs_as_large_as_they_get():
+    codes, scales = weight(70, WIDE, (100, 101))
+    x = torch.full((2, WIDE), 3e38)
+    x[:, ::2] *= -1
+    expected = F.linear(x.double(), decode_mxfp4(codes, scales, torch.float64))
+    product = accelerated.packed_linear(x, codes, scales)
+    assert (product - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_inputs_may_lie_anyhow_in_memory():
+    codes, scales = weight(8, WIDE)
+    x = torch.randn(3, WIDE)
+    for lies, plain in ((x.t().contiguous().t(), x), (x[:, :1].expand(3, WIDE), x[:, :1].repeat(1, WIDE))):
+        assert torch.equal(*(accelerated.packed_linear(same, codes, scales) for same in (lies, plain)))
+
+
 def test_threads_do_not_change_a_product():
     codes, scales = weight(500, WIDE)
     x, before = torch.randn(2, WIDE), torch.get_num_threads()

@@ -181,6 +181,7 @@ def test_compiled_or_loaded_on_one_thread_or_two_the_bits_are_the_same(printed, 
     assert compiled == loaded == on_two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, os.cpu_count() + 1])
 def test_pytorch_and_numba_keep_their_numbers_of_threads(printed, threads):
     # Two processes with one thread each may share two cores. If numba gave PyTorch a second thread, each operation

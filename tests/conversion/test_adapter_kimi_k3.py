@@ -119,6 +119,24 @@ def test_gate_and_up_of_others_may_have_factors_that_share_nothing(folder, relea
     torch.testing.assert_close(after[f"{weight}.weight"], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_strengths_of_others_may_be_given_by_whole_names(folder, tmp_path):
+    """PEFT matches patterns with names of the composite layout, which begin with `language_model`."""
+    adapted_of(folder, targets=("experts.down_proj",)).save_pretrained(tmp_path / "own")
+    path = tmp_path / "released"
+    convert_adapter(tmp_path / "own", path, "released")
+    first, second = (f"language_model.model.layers.2.block_sparse_moe.experts.{i}.w2" for i in (1, 3))
+    fields = json.loads((path / "adapter_config.json").read_text())
+    fields["alpha_pattern"] = {first: 6 * fields["r"], f"^{second}": 10 * fields["r"]}
+    (path / "adapter_config.json").write_text(json.dumps(fields))
+    convert_adapter(path, tmp_path / "back", "attnres")
+    tensors = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    stacked = tensors["base_model.model.model.layers.2.mlp.experts.lora_B.weight"]
+    stacked = stacked.unflatten(1, (fields["r"], -1))
+    tensors = load_file(path / "adapter_model.safetensors")
+    for name, expert, strength in ((first, 1, 6), (second, 3, 10)):
+        torch.testing.assert_close(stacked[..., expert], strength * tensors[f"base_model.model.{name}.lora_B.weight"])
+
+
 def test_an_adapter_of_another_base_is_refused(folder, released, tmp_path):
     path, _ = released
     other = tmp_path / "other"
@@ -127,8 +145,64 @@ def test_an_adapter_of_another_base_is_refused(folder, released, tmp_path):
     for form, source in (("attnres", path), ("released", tmp_path / "own")):
         file = source / "adapter_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(other)}))
-        with pytest.raises(ValueError, match="is of another base model: the base that it names has a matrix of shape"):
+        with pytest.raises(ValueError, match="is of another base model: the base that it names has the shape"):
             convert_adapter(source, tmp_path / "result", form)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "nowhere/at-all"}))
     with pytest.raises(FileNotFoundError, match="put its directory or Hub id into `base_model_name_or_path`"):
         convert_adapter(source, tmp_path / "result", form)
+
+
+def change_files(path, tensors=None, **fields):
+    """Change the files of an adapter: its tensors by a function, and fields of its configuration."""
+    file, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+    held = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    if tensors is not None:
+        tensors(held)
+    save_file(held, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+
+def first_of(held, end):
+    return next(name for name in held if name.endswith(end))
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "words"),
+    [
+        (lambda held: held[first_of(held, "lora_A.weight")].fill_(float("nan")), {}, "must hold a matrix of finite"),
+        (lambda held: held.pop(first_of(held, "lora_A.weight")), {}, "lacks one of lora_A and lora_B"),
+        (lambda held: held.update({first_of(held, "lora_B.weight"): torch.ones(3)}), {}, "must hold a matrix"),
+        (lambda held: held.update({"model.x.lora_magnitude_vector": torch.ones(3)}), {}, "A and B of LoRA alone"),
+        (lambda held: held.update({"model.layers.0.x": torch.ones(3)}), {}, "has no such tensor, `model.layers.0.x`"),
+        (lambda held: held.clear(), {}, "has no tensors of LoRA"),
+        (None, {"peft_type": "LOHA"}, "is of the type 'LOHA'"),
+        (None, {"r": 8, "rank_pattern": {}}, "adapter_config.json says 8"),
+        (None, {"lora_alpha": float("nan"), "alpha_pattern": {}}, "is nan, but must be a number"),
+    ],
+)
+@pytest.mark.parametrize("form", ["released", "attnres"])
+def test_a_damaged_adapter_and_one_that_is_no_lora_are_refused(released, tmp_path, form, change, fields, words):
+    path = tmp_path / ("own" if form == "released" else "released")
+    change_files(path, change, **fields)
+    with pytest.raises(ValueError, match=words):
+        convert_adapter(path, tmp_path / "result", form)
+    assert not (tmp_path / "result").exists()
+
+
+def test_a_tensor_that_was_trained_whole_has_its_released_name(folder, released, tmp_path):
+    name, weight = "model.layers.1.mlp.gate.weight", torch.randn(base_of(folder).model.layers[1].mlp.gate.weight.shape)
+    change_files(tmp_path / "own", lambda held: held.update({f"base_model.model.{name}": weight}))
+    convert_adapter(tmp_path / "own", tmp_path / "there", "released")
+    there = load_file(tmp_path / "there" / "adapter_model.safetensors")
+    assert torch.equal(there[f"{ROOT}model.layers.1.block_sparse_moe.gate.weight"], weight)
+    convert_adapter(tmp_path / "there", tmp_path / "back", "attnres")
+    assert torch.equal(load_file(tmp_path / "back" / "adapter_model.safetensors")[f"base_model.model.{name}"], weight)
+
+
+def test_layers_may_have_strengths_of_their_own(folder, tmp_path):
+    adapted_of(folder, targets=("o_proj",)).save_pretrained(tmp_path / "own")
+    change_files(tmp_path / "own", alpha_pattern={"layers.1.self_attn.o_proj": 40})
+    expected = logits(load_adapter(base_of(folder), tmp_path / "own"))
+    convert_adapter(tmp_path / "own", tmp_path / "released", "released")
+    convert_adapter(tmp_path / "released", tmp_path / "back", "attnres")
+    assert_close(logits(load_adapter(base_of(folder), tmp_path / "back")), expected)

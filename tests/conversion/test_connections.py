@@ -57,6 +57,11 @@ OF_EACH_KIND = ["attn_res", "denseformer", "mhc, 4"]
 EVERY_CASE_AND_KIND = pytest.mark.parametrize(
     ("case", "model_type"), [*((case, "llama") for case in CASES), *((case, "kimi_linear") for case in OF_EACH_KIND)]
 )
+# On disk, which takes ten times as long, also a connection that starts at random, and one that has vectors only.
+ON_DISK = [
+    *((case, "llama") for case in ("attn_res", "identity_hc, 4", "residual_scalars", "mhc, 2")),
+    *((case, "kimi_linear") for case in OF_EACH_KIND[:2]),
+]
 KIMI = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
@@ -129,8 +134,8 @@ def test_a_retrofit_in_memory_is_exact_also_after_saving_and_loading(case, model
 
 
 @EVERY_CASE
-def test_a_retrofit_in_half_precision_keeps_dtype_and_mode(case):
-    name, options, _ = CASES[case]
+def test_a_retrofit_in_half_precision_keeps_dtype_and_mode_and_is_standard_until_it_is_trained(case):
+    name, options, (part, reason) = CASES[case]
     result = retrofit(source_model("llama").to(torch.bfloat16).train(), name, **options)
     added = {id(tensor) for tensor in residual_tensors(result).values()}
     dtypes = {(id(parameter) in added, parameter.dtype) for parameter in result.parameters()}
@@ -138,7 +143,13 @@ def test_a_retrofit_in_half_precision_keeps_dtype_and_mode(case):
     assert dtypes <= {(False, torch.bfloat16), (True, added_dtype)} and result.training
     assert all(tensor.requires_grad for tensor in residual_tensors(result).values())
     # Two random starts have equal numbers by chance, many of them in 16 bits. These do not count as trained.
-    assert result.config.connection.differs_from_standard(result.config, residual_tensors(result)) is None
+    tensors = residual_tensors(result)
+    assert result.config.connection.differs_from_standard(result.config, tensors) is None
+    trained = next(tensor for tensor in sorted(tensors) if f"layers.1.{part}" in tensor)
+    with torch.no_grad():
+        tensors[trained].add_(0.5)
+    difference = result.config.connection.differs_from_standard(result.config, tensors)
+    assert f"`{trained}`" in difference and reason in difference
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +183,7 @@ def test_a_connection_that_starts_at_random_starts_the_same_each_time(sources, t
     assert not torch.equal(weights[0], weights[1]), "the connections of two sublayers must differ"
 
 
-@EVERY_CASE_AND_KIND
+@pytest.mark.parametrize(("case", "model_type"), ON_DISK)
 def test_convert_verifies_a_retrofit_that_loads_and_can_be_undone_until_it_is_trained(
     case, model_type, sources, tmp_path
 ):

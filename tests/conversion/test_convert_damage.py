@@ -153,8 +153,9 @@ def test_experts_that_are_all_misshapen_are_named_by_their_layer(copy_of, refusa
     assert "model.layers.0" in refusal()
 
 
-@pytest.mark.parametrize("experts", [[2], [3], [0, 1, 2, 3]], ids=str)
-@pytest.mark.parametrize("part", ["w1", "w2"])
+@pytest.mark.parametrize(
+    ("experts", "part"), [([2], "w1"), ([3], "w2"), ([0, 1, 2, 3], "w1"), ([0, 1, 2, 3], "w2")], ids=str
+)
 def test_tensors_of_experts_that_are_missing_are_named(copy_of, refusal, experts, part):
     copy = copy_of("mixtral")
     names = [f"{EXPERT[:-1]}{expert}.{part}.weight" for expert in experts]
@@ -163,8 +164,11 @@ def test_tensors_of_experts_that_are_missing_are_named(copy_of, refusal, experts
     assert refusal().endswith(f"it lacks {', '.join(f'`{name}`' for name in names)}.")
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, torch.nan), (torch.bfloat16, torch.inf), (torch.float16, -torch.inf)],
+    ids=str,
+)
 def test_values_that_are_not_finite_are_refused(copy, refusal, value, dtype):
     path = file_of(copy, WEIGHT)
     weight = tensors_of(copy)[WEIGHT].to(dtype)

@@ -22,6 +22,8 @@ from .checkpoints import INDEX, change_json, convert, convert_well, files_of, sa
 IDS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(1))
 PREFIX = "language_model."
 LAYOUTS = ("composite", "text", "packed", "packed text")
+# Each way to name tensors, and to store experts.
+EACH_WAY = pytest.mark.parametrize("layout", ["composite", "packed text"])
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +63,14 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model.eval()(IDS).logits
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_WAY
 def test_a_release_loads_by_the_auto_class_and_computes_what_it_computed(releases, results, layout):
     model = AutoModelForCausalLM.from_pretrained(results[layout])
     assert type(model) is AttnResKimiK3ForCausalLM
     assert torch.equal(logits(model), logits(AttnResKimiK3ForCausalLM.from_pretrained(releases / layout)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_WAY
 def test_every_tensor_keeps_its_bytes_and_gets_the_name_of_the_composite_release(releases, results, layout):
     before, after = tensors_of(releases / layout), tensors_of(results[layout])
     prefix = PREFIX if "text" in layout else ""
@@ -78,7 +80,7 @@ def test_every_tensor_keeps_its_bytes_and_gets_the_name_of_the_composite_release
         assert torch.equal(after[prefix + name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_WAY
 def test_the_index_names_every_tensor_by_its_file(results, layout):
     weight_map = json.loads((results[layout] / INDEX).read_text())["weight_map"]
     for file in set(weight_map.values()):
@@ -86,7 +88,7 @@ def test_the_index_names_every_tensor_by_its_file(results, layout):
     assert all((results[layout] / file).exists() for file in weight_map.values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EACH_WAY
 def test_a_conversion_is_undone_to_the_released_files(releases, results, tmp_path, layout):
     convert_well(results[layout], tmp_path / "again", "--to", "released")
     before, after = files_of(releases / layout), files_of(tmp_path / "again")
@@ -374,8 +376,7 @@ def test_two_tensors_that_would_get_one_name_are_named(results, tmp_path, refusa
     assert "would both have the name `lm_head.weight`" in line
 
 
-@pytest.mark.parametrize("layout", ["composite", "text"])
-@pytest.mark.parametrize("removed", [(), ("metadata",)], ids=["null", "absent"])
+@pytest.mark.parametrize(("layout", "removed"), [("composite", ()), ("text", ("metadata",))], ids=["null", "absent"])
 def test_a_result_has_a_whole_index_though_its_source_has_none(source, tmp_path, layout, removed):
     folder = source(layout)
     change_json(folder / INDEX, *removed, metadata=None)

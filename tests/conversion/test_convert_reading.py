@@ -7,6 +7,7 @@ import pytest
 
 from .. import forks
 
+pytestmark = pytest.mark.slow  # a profiled process
 SESSION = Path(__file__).with_name("walk_session.py")
 
 

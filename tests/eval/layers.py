@@ -10,7 +10,8 @@ except RuntimeError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 ALTERNATIVES = [("namespaces", "seccomp"), ("landlock", "seccomp")]
-EACH_ALTERNATIVE, EACH_COMBINATION = (
-    pytest.mark.parametrize("layers", [layers for layers in all_layers if {*layers} <= {*AVAILABLE}], ids="+".join)
+SUPPORTED, combinations = (
+    [layers for layers in all_layers if {*layers} <= {*AVAILABLE}]
     for all_layers in (ALTERNATIVES, [*ALTERNATIVES, sandbox.LAYERS])
 )
+EACH_COMBINATION = pytest.mark.parametrize("layers", combinations, ids="+".join)

@@ -10,8 +10,8 @@ from .models import GOLD_CHOICE, FirstChoice, Oracle, evaluate
 
 pytestmark = pytest.mark.slow
 # Benchmark -> the number of items of each of its tasks that are tested, where the gold answers are letters or numbers
-# of choices. Where they are read from text, all of the data is tested.
-MOST = {"mmlu": 30, "mmlu_pro": 100, "hellaswag": 1000}
+# of choices, or programs, each of which takes a process. Where they are read from text, all of the data is tested.
+MOST = {"mmlu": 10, "mmlu_pro": 50, "hellaswag": 500, "mbpp": 100}
 
 
 @pytest.mark.parametrize("name", benchmarks())

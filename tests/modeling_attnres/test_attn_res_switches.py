@@ -115,9 +115,8 @@ def weights_of(model) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("case", "switches", "block_size"),
     [
-        *(("llama", switches, 3) for switches in SINGLE + SEVERAL),
-        *(("llama", switches, 1) for switches in SEVERAL),
-        *(("kimi_linear", switches, 3) for switches in SEVERAL),
+        *(("llama", *case) for case in each_once(SINGLE + SEVERAL, [3, 3, 1])),
+        *(("kimi_linear", switches, 3) for switches in SEVERAL[:2]),  # a read does not see on which backbone it is
     ],
     ids=text,
 )
@@ -162,7 +161,7 @@ def test_derivatives_of_a_chain_of_reads_and_writes_equal_finite_differences(bac
             state = connection.write(state, torch.sin(read + len(inputs)))  # the output depends on the input
         return torch.stack(inputs)
 
-    assert torch.autograd.gradcheck(chain, (embedding, *own))
+    assert torch.autograd.gradcheck(chain, (embedding, *own), fast_mode=True)
 
 
 @torch.no_grad()
@@ -287,8 +286,9 @@ def test_switches_that_are_not_allowed_are_refused_in_one_line(backbones, switch
         assert "\n" not in str(caught.value)
 
 
-FEWER = [switches for switches in (*SINGLE, *SEVERAL) if switches.get("query") != "none"]
-FEWER += [{"window": 2, "count_prior": True}, {"window": 2, "blocks": "rms"}]
+# Of the switches, these read the index of the sublayer or the sizes of the blocks.
+FEWER = [{"count_prior": True}, {"blocks": "rms"}, {"window": 2, "count_prior": True}, {"window": 2, "blocks": "rms"}]
+FEWER += [switches for switches in SEVERAL if switches.get("query") != "none"]
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from attnres import AttnResForCausalLM, AttnResForSequenceClassification, peft_modules_to_save
 from attnres.residual_attnres import FamilyWarning, residual_tensors
 
+from ..cases import each_once
+
 QUERY = "model.layers.1.mlp_res_proj.weight"
 NORM = "model.layers.2.self_attention_res_norm.weight"
 OUTPUT_QUERY = "model.output_attn_res_proj.weight"
@@ -68,7 +70,14 @@ def change(checkpoint) -> Callable[..., Path]:
     return edit
 
 
-@pytest.mark.parametrize("missing", [[QUERY], [NORM], [OUTPUT_QUERY], [QUERY, NORM, OUTPUT_QUERY]])
+def of_either(name: str, *values: object) -> pytest.MarkDecorator:
+    """Parametrize a test with values, in turn on the checkpoint in one file and on that in shards."""
+    return pytest.mark.parametrize(
+        ("checkpoint", name), each_once(["whole", "sharded"], values), indirect=["checkpoint"]
+    )
+
+
+@of_either("missing", [QUERY], [NORM], [OUTPUT_QUERY], [QUERY, NORM, OUTPUT_QUERY])
 def test_missing_tensors_are_named(change, loader, missing):
     folder = change(dict.fromkeys(missing))
     with pytest.raises(ValueError, match="missing: ") as error:
@@ -110,20 +119,18 @@ def test_the_other_heads_name_missing_tensors_too(change, head):
     assert QUERY.removeprefix("model.") in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        (QUERY, torch.zeros(1, 31)),
-        (QUERY, torch.zeros(2, 32)),
-        (QUERY, torch.zeros(32)),
-        (NORM, torch.ones(33)),
-        (NORM, torch.ones(1, 32)),
-        (NORM, torch.ones(1)),
-        (OUTPUT_QUERY, torch.zeros(32, 1)),
-    ],
-    ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else value,
+@of_either(
+    "changed",
+    (QUERY, torch.zeros(1, 31)),
+    (QUERY, torch.zeros(2, 32)),
+    (QUERY, torch.zeros(32)),
+    (NORM, torch.ones(33)),
+    (NORM, torch.ones(1, 32)),
+    (NORM, torch.ones(1)),
+    (OUTPUT_QUERY, torch.zeros(32, 1)),
 )
-def test_a_misshapen_tensor_is_refused_and_named(change, loader, caplog, name, tensor):
+def test_a_misshapen_tensor_is_refused_and_named(change, loader, caplog, changed):
+    name, tensor = changed
     folder = change({name: tensor})
     with pytest.raises(RuntimeError) as error:
         loader.from_pretrained(folder)
@@ -135,10 +142,9 @@ def test_a_misshapen_tensor_is_refused_and_named(change, loader, caplog, name, t
     assert f"ckpt: {tensor.shape}" in rows[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(QUERY, torch.nan), (NORM, torch.inf), (OUTPUT_QUERY, -torch.inf), (QUERY, torch.inf)]
-)
-def test_a_tensor_that_is_not_finite_is_named(change, loader, name, value):
+@of_either("changed", (QUERY, torch.nan), (NORM, torch.inf), (OUTPUT_QUERY, -torch.inf), (QUERY, torch.inf))
+def test_a_tensor_that_is_not_finite_is_named(change, loader, changed):
+    name, value = changed
     tensor = torch.zeros(1, 32) if name != NORM else torch.ones(32)
     tensor.view(-1)[5] = value
     folder = change({name: tensor})
@@ -181,7 +187,7 @@ def truncate(path: Path, size: int) -> Path:
 SIZES = [0, 4, 8, 300, -1, -20_000]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@of_either("size", *SIZES)
 def test_a_truncated_file_is_named(checkpoint, loader, size):
     path = truncate(sorted(checkpoint.glob("*.safetensors"))[len(list(checkpoint.glob("*.safetensors"))) // 2], size)
     with pytest.raises(OSError, match="truncated or damaged") as error:

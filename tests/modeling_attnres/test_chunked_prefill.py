@@ -13,7 +13,12 @@ from ..live import growth_over_layers
 LENGTH = 17
 
 
-@pytest.fixture(scope="module", params=[*CASES, "kimi_k3"])
+# One backbone of each kind of layers: full attention, sliding windows beside it, linear attention beside it.
+KINDS = ["llama", "gemma3_text", "kimi_linear", "kimi_k3"]
+OTHERS = [name for name in CASES if name not in (*KINDS, "llama, tied")]
+
+
+@pytest.fixture(scope="module")
 def model(request) -> PreTrainedModel:
     """Return a member of the family on each backbone, with depth weights far from uniform."""
     if request.param == "kimi_k3":
@@ -49,16 +54,25 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 STATIC = {"cache_implementation": "static"}
-# Padding -> sizes of chunks, with the options of `generate`. Of the padded rows, one is only padding in its first
+# Padding, and sizes of chunks with the options of `generate`. Of the padded rows, one is only padding in its first
 # chunks, and one begins within a chunk. For a chunk of one token, `transformers` leaves the padding out of the masks
 # for a static cache.
-WAYS = {(0,): [(16, {})], (0, 3, 11): [(3, {}), (5, STATIC), (1, STATIC)]}
+WAYS = {
+    "whole": ((0,), [(16, {})]),
+    "padded": ((0, 3, 11), [(3, {}), (5, STATIC), (1, STATIC)]),
+    "padded, static": ((0, 3, 11), [(5, STATIC)]),
+}
 
 
-@pytest.mark.parametrize("padding", WAYS, ids=["whole", "left-padded"])
-def test_a_prompt_in_chunks_gives_the_logits_of_one_pass(model, padding):
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [*((kind, way) for kind in KINDS for way in ("whole", "padded")), *((name, "padded, static") for name in OTHERS)],
+    indirect=["model"],
+)
+def test_a_prompt_in_chunks_gives_the_logits_of_one_pass(model, way):
+    padding, chunks = WAYS[way]
     expected = generate(model, prompts(*padding), None)
-    for chunk, options in WAYS[padding]:
+    for chunk, options in chunks:
         assert_same(generate(model, prompts(*padding), chunk, **options), expected)
 
 

@@ -63,12 +63,11 @@ def test_the_derivative_of_a_chain_of_reads_and_writes_equals_finite_differences
                 state = connection.write(state, torch.sin(read + i))  # the output depends on the input
         return torch.stack(inputs)
 
-    assert torch.autograd.gradcheck(chain, (embedding, *weights))
-    assert torch.autograd.gradgradcheck(chain, (embedding, *weights))
+    assert torch.autograd.gradcheck(chain, (embedding, *weights), fast_mode=True)
+    assert torch.autograd.gradgradcheck(chain, (embedding, *weights), fast_mode=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ["llama", "kimi_linear"])
+@pytest.mark.parametrize(("case", "dtype"), [("llama", torch.bfloat16), ("kimi_linear", torch.float32)], ids=str)
 def test_a_model_starts_as_the_standard_model_to_the_last_bit_and_every_weight_learns(backbones, case, dtype):
     model, token_ids = build_start(backbones, case, "denseformer").to(dtype), backbones.token_ids()
     standard = build(backbones, case, "standard").to(dtype)

@@ -41,6 +41,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "key-value heads as the heads": {"num_key_value_heads": ...},
     "mostly full attention": {"full_attn_layers": [1, 2, 4, 6, 7], "kda_layers": [3, 5]},
 }
+# Of these, the attention is that of the release.
+OF_MLP = ["up projection without bound", "SiLU", "experts without norm", "experts without latent space", "one expert"]
+OF_MLP += ["router groups", "weights as they are", "every other layer", "dense", "no shared experts"]
 IDS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(1))
 
 
@@ -92,7 +95,9 @@ def test_model_follows_the_equations(models, variant, all_float64):
     expected = straight_line.logits(tensors, fields, IDS)
     assert expected.std() > 0.3
     exact = double_model(model)
-    for logits in (exact(IDS).logits, cached_logits(exact, IDS)):
+    # Without a cache alone where only the MLP differs.
+    passes = [exact(IDS).logits] if variant in OF_MLP else [exact(IDS).logits, cached_logits(exact, IDS)]
+    for logits in passes:
         assert logits.dtype == torch.float64
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 

@@ -112,8 +112,9 @@ def test_a_classifier_of_kimi_k3_begins_from_the_language_model_and_is_saved_who
     assert config["architectures"] == [of_layout.__name__]
 
 
-@pytest.mark.parametrize("task", ["text-classification", "token-classification"])
-@pytest.mark.parametrize("name", ["attnres-tiny", "attnres-k3-tiny"])
+@pytest.mark.parametrize(
+    ("name", "task"), [("attnres-tiny", "text-classification"), ("attnres-k3-tiny", "token-classification")]
+)
 def test_a_pipeline_for_a_classifier_gives_labels_of_the_classifier(tmp_path, name, task):
     words = WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="[UNK]")

@@ -14,6 +14,7 @@ from attnres.conversion import retrofit
 from attnres.residual_attnres import FamilyWarning
 
 from ..caches import CACHE
+from ..cases import each_once
 from ..conversion.backbones import build
 from .rows import TOLERANCE, alone, error, of_travelled_code, refused
 
@@ -54,8 +55,8 @@ def test_padding_changes_nothing(model, ids, padding):
     assert_as_without_padding(model, ids[:, :12], mask, model(ids[:, :12], attention_mask=mask).logits)
 
 
-@pytest.mark.parametrize("cache_class", [None, DynamicCache, StaticCache])  # `None`: the model makes one
-@pytest.mark.parametrize("padding", PADDINGS)
+# `None`: the model makes one.
+@pytest.mark.parametrize(("padding", "cache_class"), each_once([*PADDINGS], [None, DynamicCache, StaticCache]))
 def test_a_cache_continues_after_a_padded_prompt_as_without_padding(model, ids, padding, cache_class):
     options = {"max_cache_len": 20} if cache_class is StaticCache else {}
     cache, logits, end = cache_class and cache_class(config=model.config, **options), [], 0
@@ -135,9 +136,15 @@ PROMPT = torch.tensor([[0] * 5 + [1] * 15, [1] * 20, [0] * 9 + [1] * 11])
 GAPPED = torch.tensor([[1] * 4 + [0] * 3 + [1] * 13, [1] * 20, [0, 1, 0, 1] * 5])
 
 
-@pytest.mark.parametrize("cache_class", [None, DynamicCache])  # `None`: the model makes one
-@pytest.mark.parametrize("form", ["boolean", "added"])
-@pytest.mark.parametrize("mask", [PROMPT, GAPPED], ids=["left", "in the middle"])
+@pytest.mark.parametrize(
+    ("mask", "form", "cache_class"),
+    [
+        (PROMPT, "boolean", None),  # the model makes one
+        (PROMPT, "added", DynamicCache),
+        (GAPPED, "boolean", DynamicCache),
+        (GAPPED, "added", None),
+    ],
+)
 def test_a_padded_prompt_may_be_read_in_chunks_with_masks_over_pairs(dense64, ids, mask, form, cache_class):
     ids = ids[:3]
     pairs = torch.ones(20, 20, dtype=torch.bool).tril() & mask[:, None].bool()
@@ -222,8 +229,7 @@ def test_a_mask_as_long_as_a_static_cache_is_cut_to_the_tokens_so_far(model, ids
     assert error(found, model(ids[:, :12]).logits) < TOLERANCE
 
 
-@pytest.mark.parametrize("sign", ["seq_idx", "position_ids"])
-@pytest.mark.parametrize("full", [None, "sdpa", "eager"])
+@pytest.mark.parametrize(("sign", "full"), each_once(["seq_idx", "position_ids"], [None, "sdpa", "eager"]))
 def test_documents_are_kept_apart_with_a_mask_for_each_kind_of_layer(model, ids, sign, full):
     numbers = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]])
     signs = {"seq_idx": numbers, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])}

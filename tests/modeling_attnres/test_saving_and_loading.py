@@ -102,8 +102,10 @@ def dtypes_of(model: AttnResForCausalLM) -> set[torch.dtype]:
     return {tensor.dtype for name, tensor in model.state_dict().items() if not name.endswith(kept)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("in_config", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "in_config"),
+    [(torch.float32, True), (torch.bfloat16, False), (torch.float16, False), (torch.float64, False)],
+)
 def test_dtype_auto_is_the_dtype_of_the_checkpoint(tiny_model, tmp_path, dtype, in_config):
     tiny_model().to(dtype).save_pretrained(tmp_path)
     if not in_config:

@@ -11,6 +11,7 @@ from attnres.residual_attnres import residual_tensors
 from attnres.residual_scalars_attnres import ResidualScalars
 from attnres.scaled_attnres import Scaled
 
+from ..cases import each_once
 from .connections import (
     assert_reads,
     build,
@@ -43,8 +44,10 @@ def scalars_recurrence(scalars: list[tuple[float, float] | None]):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("each", ["layer", "sublayer"])
-@pytest.mark.parametrize("case", ["llama", "kimi_linear", "gpt_neox"])  # gpt_neox has one sublayer in a layer
+@pytest.mark.parametrize(
+    ("case", "each"),
+    [("llama", "layer"), ("llama", "sublayer"), ("gpt_neox", "layer")],  # gpt_neox has one sublayer in a layer
+)
 def test_the_stream_is_scaled_and_the_embedding_added(backbones, case, each):
     model = double(build(backbones, case, "residual_scalars", residual_scalars_each=each))
     scalars = [None if c.stream is None else (c.stream.item(), c.embedding.item()) for c in connections_of(model)]
@@ -126,14 +129,16 @@ def test_a_stream_that_shrinks_with_depth_is_the_standard_one_times_a_factor(bac
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "fields",
-    [
-        *({"scaled_form": form} for form in LEARNED),
-        {"residual_scalars_each": "layer"},
-        {"residual_scalars_each": "sublayer"},
-    ],
+    ("fields", "dtype"),
+    each_once(
+        [
+            *({"scaled_form": form} for form in LEARNED),
+            {"residual_scalars_each": "layer"},
+            {"residual_scalars_each": "sublayer"},
+        ],
+        [torch.bfloat16, torch.float32],
+    ),
     ids=str,
 )
 def test_a_model_starts_as_the_standard_model_to_the_last_bit(backbones, fields, dtype):

@@ -14,6 +14,8 @@ from transformers.integrations import moe
 from attnres import AttnResForCausalLM, depth_attention
 from attnres.residual_attnres import residual_tensors
 
+from ..cases import each_once
+
 VARIANTS = {
     "full": {"attn_res_block_size": 1},
     "S=3": {"attn_res_block_size": 3, "attn_res_scale": "sum"},
@@ -48,8 +50,7 @@ def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]
 # ---- Gradient checkpointing
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("every_n_layers", [None, 2])
+@pytest.mark.parametrize(("use_reentrant", "every_n_layers"), [(True, None), (False, 2)])
 def test_checkpointing_gives_the_same_gradients(model, token_ids, use_reentrant, every_n_layers):
     if every_n_layers and Version(transformers.__version__) < Version("5.20"):
         pytest.skip("this release of transformers checkpoints every layer or none")
@@ -86,8 +87,7 @@ def test_wrappers_of_pytorch_give_the_same_gradients_or_are_refused(model, token
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(("fields", "use_reentrant"), each_once([*VARIANTS.values()], [True, False]))
 def test_checkpointing_lowers_peak_memory(vivid_model, peak_bytes, fields, use_reentrant):
     # Recomputation needs the memory of one layer at a time: of six layers, less than a third of the memory remains.
     layer_types = ["linear_attention"] * 5 + ["full_attention"]
@@ -149,7 +149,8 @@ def process_group(tmp_path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_ddp_finds_no_unused_parameter(model, token_ids, process_group, checkpointing):
+def test_ddp_finds_no_unused_parameter(vivid_model, token_ids, process_group, checkpointing):
+    model = vivid_model(**VARIANTS["S=3"]).train()
     expected = gradients(model, token_ids)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -264,7 +265,6 @@ compiles_experts = pytest.mark.skipif(
 )
 COMPILATIONS = [
     pytest.param(QUICK_TO_TRACE, "inductor", id="MLA and experts, to machine code"),
-    pytest.param({**QUICK_TO_TRACE, "attn_res_block_size": 1}, "aot_eager", id="full"),
     pytest.param(EVERY_LAYER, "aot_eager", id="KDA"),
 ]
 

@@ -10,6 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from attnres.configuration import load
+from attnres.kimi_k3_packed_attnres import decode_mxfp4
+from attnres.kimi_k3_packing_attnres import encode_mxfp4
+from attnres.residual_attnres import FamilyWarning
 from attnres.training.lora import add_adapters, load_adapter, merge_adapters
 
 from ..modeling_attnres.kimi_k3_release import QUANTIZATION, pack_experts, random_tensors, text_fields, write
@@ -118,6 +121,19 @@ def test_the_outer_factors_are_shared(folder):
         add_adapters(base_of(folder), shared_outer=True, experts=False)
 
 
+def test_factors_of_each_expert_are_not_taken_for_shared_ones(folder, tmp_path):
+    adapted_of(folder).save_pretrained(tmp_path / "of each")
+    adapted = adapted_of(folder, shared_outer=True)
+    adapted.save_pretrained(tmp_path / "shared")
+    with pytest.raises(ValueError, match="has a factor for each expert, but experts share theirs"):
+        adapted.load_adapter(tmp_path / "of each", "other")
+    again = adapted_of(folder, shared_outer=True)
+    again.load_adapter(tmp_path / "shared", "other")
+    again.set_adapter("other")
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, adapted(IDS).logits)
+
+
 @pytest.fixture(scope="module")
 def packed_folder(tmp_path_factory):
     fields = text_fields(quantization_config=QUANTIZATION)
@@ -166,13 +182,29 @@ def test_packed_experts_take_a_second_adapter_by_peft(packed_folder, tmp_path):
             torch.testing.assert_close(model(IDS).logits, expected)
 
 
-def test_experts_that_share_factors_refuse_an_adapter_that_does_not(folder, tmp_path):
-    adapted_of(folder).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="differs among experts, but the experts of this model share it"):
-        adapted_of(folder, shared_outer=True).load_adapter(tmp_path, "second")
-
-
-def test_an_adapter_on_packed_experts_is_not_merged(packed_folder):
-    adapted = add_adapters(base_of(packed_folder, packed_experts=True), rank=4)
-    with pytest.raises(ValueError, match="packed experts: load the base without `packed_experts`"):
-        merge_adapters(adapted)
+@torch.no_grad()
+@pytest.mark.parametrize("shared_outer", [False, True])
+def test_adapters_are_merged_into_packed_experts_which_are_packed_again(packed_folder, tmp_path, shared_outer):
+    unpacked = moved(add_adapters(base_of(packed_folder, dtype=torch.float32), rank=4, shared_outer=shared_outer))
+    unpacked.save_pretrained(tmp_path)
+    adapted = load_adapter(base_of(packed_folder, packed_experts=True, dtype=torch.float32), tmp_path)
+    first = adapted.get_base_model().model.layers[-1].mlp.experts
+    for wrapper in (first, first.base_layer):  # an expert whose adapter is zero
+        factor = wrapper.lora_B["default"].weight
+        factor.view(factor.shape[0], -1, wrapper.num_experts)[..., 3] = 0
+    with pytest.warns(FamilyWarning, match="packing these again moved them by"):
+        packed = merge_adapters(adapted)
+    before = base_of(packed_folder, packed_experts=True).model.layers[-1].mlp.experts
+    after = packed.model.layers[-1].mlp.experts
+    expected = merge_adapters(unpacked).model.layers[-1].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        codes, scales = (getattr(after, f"{name}_{part}") for part in ("packed", "scale"))
+        assert torch.equal(codes[3], getattr(before, f"{name}_packed")[3])
+        assert torch.equal(scales[3], getattr(before, f"{name}_scale")[3])
+        for expert in (0, 7):
+            wanted = encode_mxfp4(getattr(expected, name)[expert])
+            assert torch.equal(decode_mxfp4(codes[expert], scales[expert]), decode_mxfp4(*wanted))
+            assert not torch.equal(codes[expert], getattr(before, f"{name}_packed")[expert])
+    packed.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(again(IDS).logits, packed(IDS).logits, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ compares what it has itself. The largest differences over all processes go into 
 import json
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,7 @@ def sharded_gradients(
     return {name: sharding.dp_size * grad for name, grad in gradients(model).items()}
 
 
+@cache  # several shardings are compared with the same gradients
 def whole_gradients(folder: Path, is_autocast: bool = False, **options: Any) -> dict[str, Tensor]:
     """Return the gradients of the whole model; the arguments are those of `sharded_gradients`."""
     model = AutoModelForCausalLM.from_pretrained(folder, **options)

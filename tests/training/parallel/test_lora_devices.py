@@ -57,7 +57,7 @@ RUNS = {
 }
 OPTIONS = {
     "shared": ("lora.shared_outer=true",),
-    "packed": ("merge=false", "config={dtype: float32}", "learning_rate=3e-4"),
+    "packed": ("config={dtype: float32}", "learning_rate=3e-4"),
 }
 
 
@@ -125,12 +125,13 @@ def test_adapters_of_several_processes_are_those_of_one(processes, runs):
         for curve in ("training_loss", "held_out_losses"):
             for (step, loss), point in zip(results(out)[curve], results(expected)[curve], strict=True):
                 assert [step, pytest.approx(loss, abs=1e-5)] == point, (model, way)
-        assert (expected / "model").exists() == (model != "packed")  # whose adapters are not merged
-        for name in ("adapter", "model") if model != "packed" else ("adapter",):
+        for name in ("adapter", "model"):
             found, weights = read_weights(out / name), read_weights(expected / name)
             assert found.keys() == weights.keys()
             for tensor in weights:
-                assert (found[tensor] - weights[tensor]).abs().max() < 1e-5, (model, way, tensor)
+                # Also the codes of packed experts, which such small differences leave as they are.
+                assert (found[tensor].float() - weights[tensor].float()).abs().max() < 1e-5, (model, way, tensor)
+        assert ("weight_packed" in "".join(weights)) == (model == "packed")
         assert (out / "adapter" / "adapter_config.json").read_text() == (
             expected / "adapter" / "adapter_config.json"
         ).read_text()
