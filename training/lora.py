@@ -197,7 +197,7 @@ def merge_adapters(adapted: PeftModel) -> PreTrainedModel:
         The base model, which is changed in place, and sharded as before.
 
     Raises:
-        ValueError: The model has adapters on packed experts.
+        ValueError: The model has adapters on experts that are packed as NVFP4.
     """
     adapted.state_dict()  # FSDP2 puts the parts of parameters into the modules before it reads them
     for module in adapted.modules():
