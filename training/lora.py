@@ -33,7 +33,7 @@ with require_extra("train"):
     from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
-    from .lora_experts import EXPERTS, packed_stacks, use_wrappers
+    from .lora_experts import EXPERTS, packed_stacks, take_more_adapters, use_wrappers
     from .lora_experts import ParamWrapper as ExpertWrapper
 
 
@@ -57,10 +57,10 @@ def add_adapters(
     the base model, and `merge_and_unload` gives a model without PEFT. Trained tensors are float32, whatever the dtype
     of the base model.
 
-    The adapters of Kimi K3's experts are computed for the chosen experts alone. These experts may be packed; they then
-    take no second adapter by PEFT's `add_adapter`. For other models PEFT adds an adapter's `B A` to a layer's stacked
-    experts in every forward pass, which takes the memory of one more copy of them. An `expert_rank` as large as `rank`
-    would make the adapter of a model with many experts large.
+    The adapters of Kimi K3's experts are computed for the chosen experts alone. These experts may be packed. For other
+    models PEFT adds an adapter's `B A` to a layer's stacked experts in every forward pass, which takes the memory of
+    one more copy of them. An `expert_rank` as large as `rank` would make the adapter of a model with many experts
+    large.
 
     The model may be sharded among processes, or be a part of a pipeline. Each process then has the whole adapter of
     the layers that it computes, in plain tensors.
@@ -140,6 +140,7 @@ def add_adapters(
         # PEFT 0.21 reads a property by the name that `transformers` has deprecated.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         adapted = get_peft_model(model, config)
+    take_more_adapters(adapted)
     # PEFT keeps only LoRA's tensors in float32. In 16 bits small steps of a pseudo-query would be lost.
     for tensor in residual_tensors(adapted).values():
         if tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16):
@@ -173,6 +174,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         except (KeyError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{folder} is an adapter of another base model ({reason}). {_OWN_BASE}") from error
+    take_more_adapters(adapted)
     # PEFT only warns of missing tensors, and says nothing of others: the adapter would have no effect there.
     with safe_open(Path(folder, ADAPTER_SAFE_WEIGHTS_NAME), "pt") as file:
         if different := {*file.keys()} ^ get_peft_model_state_dict(adapted).keys():
@@ -195,7 +197,7 @@ def merge_adapters(adapted: PeftModel) -> PreTrainedModel:
         The base model, which is changed in place, and sharded as before.
 
     Raises:
-        ValueError: The model has adapters on packed experts.
+        ValueError: The model has adapters on experts that are packed as NVFP4.
     """
     adapted.state_dict()  # FSDP2 puts the parts of parameters into the modules before it reads them
     for module in adapted.modules():

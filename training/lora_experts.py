@@ -22,7 +22,7 @@ from attnres.kimi_k3_packing_attnres import encode_mxfp4
 from attnres.utils.extras import require_extra
 
 with require_extra("train"):
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
     from peft.tuners import lora
     from peft.tuners.tuners_utils import check_adapters_to_merge
 
@@ -214,10 +214,14 @@ def _expand(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: str,
     """Repeat the shared factors in a state dict for each expert."""
     for name in module.shared_names(prefix):
         if name in tensors:
-            # A has the experts outside `[experts, rank, in]`, and B inside `[out, rank, experts]`.
-            times = module.num_experts
-            tensor = tensors[name]
-            tensors[name] = tensor.repeat(times, 1) if module._shares_a else tensor.repeat_interleave(times, 1)
+            tensors[name] = _copies(module, tensors[name])
+
+
+def _copies(module: SharedOuterWrapper, factor: Tensor) -> Tensor:
+    """Return a shared factor once for each expert."""
+    # A has the experts outside `[experts, rank, in]`, and B inside `[out, rank, experts]`.
+    times = module.num_experts
+    return factor.repeat(times, 1) if module._shares_a else factor.repeat_interleave(times, 1)
 
 
 def _contract(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: str, *args: Any) -> None:
@@ -226,7 +230,7 @@ def _contract(module: SharedOuterWrapper, tensors: dict[str, Tensor], prefix: st
         if name in tensors:
             tensor, times = tensors[name], module.num_experts
             shared = tensor[: len(tensor) // times] if module._shares_a else tensor[:, ::times]
-            copies = shared.repeat(times, 1) if module._shares_a else shared.repeat_interleave(times, 1)
+            copies = _copies(module, shared)
             if copies.shape == tensor.shape and not torch.equal(copies, tensor):
                 raise ValueError(
                     f"`{name}` has a factor for each expert, but experts share theirs in this model, which has "
@@ -258,6 +262,29 @@ def packed_stacks(model: nn.Module) -> Generator[None]:
         for experts in packed:
             for name in STACKS:
                 delattr(experts, name)
+
+
+class PackedLoraModel(lora.LoraModel):
+    """PEFT's model of adapters, in which experts that stay packed take further adapters too."""
+
+    def inject_adapter(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Add an adapter, as `add_adapter` and `load_adapter` of PEFT call it."""
+        with packed_stacks(model):
+            super().inject_adapter(model, *args, **kwargs)
+
+
+# PEFT, TRL and others may compare the name of the class.
+PackedLoraModel.__name__ = lora.LoraModel.__name__
+
+
+def take_more_adapters(adapted: PeftModel) -> None:
+    """Let the packed experts of a PEFT model take further adapters by PEFT's own methods.
+
+    Args:
+        adapted: The model, which is changed in place.
+    """
+    if any(isinstance(module, KimiK3PackedExperts) for module in adapted.modules()):
+        adapted.base_model.__class__ = PackedLoraModel
 
 
 def use_wrappers(config: LoraConfig, shared_outer: bool = False) -> None:

@@ -166,6 +166,22 @@ def test_adapters_on_packed_experts_are_those_on_unpacked_ones(packed_folder, tm
             assert abs(loaded(IDS, labels=IDS).loss - losses[0]) > 1e-3
 
 
+def test_packed_experts_take_a_second_adapter_by_peft(packed_folder, tmp_path):
+    """TRL adds one as the reference of `DPOTrainer`."""
+    adapted = moved(add_adapters(base_of(packed_folder, packed_experts=True, dtype=torch.float32), rank=4))
+    adapted.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = adapted(IDS).logits
+    for model in (
+        add_adapters(base_of(packed_folder, packed_experts=True, dtype=torch.float32), rank=4),
+        load_adapter(base_of(packed_folder, packed_experts=True, dtype=torch.float32), tmp_path),
+    ):
+        model.load_adapter(tmp_path, "second")
+        model.set_adapter("second")
+        with torch.no_grad():
+            torch.testing.assert_close(model(IDS).logits, expected)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("shared_outer", [False, True])
 def test_adapters_are_merged_into_packed_experts_which_are_packed_again(packed_folder, tmp_path, shared_outer):
