@@ -220,15 +220,15 @@ class Rewriting:
 
     def _trained(self, name: str, new_name: str) -> _Written:
         """Return a tensor of the model under its name in the result, which is checked while it is read."""
-        entry, pieces = _copy(self._model, name, new_name)
-        return entry, partial(self._finite, name, pieces)
+        entry, _ = _copy(self._model, name, new_name)
+        return entry, partial(self._finite, name)
 
-    def _finite(self, name: str, pieces: Callable[[], Iterable[memoryview]]) -> Iterator[memoryview]:
+    def _finite(self, name: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor of the model, and name its file if a value is not finite.
 
         Later checks know the file of the release alone, in whose place the result is written.
         """
-        for piece in pieces():
+        for piece in self._model.pieces(name):
             check_finite(piece, self._model.entry(name), self.model.where[self._model.names[name]].source)
             yield piece
 
