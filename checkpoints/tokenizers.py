@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import httpx
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import CONFIG_NAME, TRANSFORMERS_DYNAMIC_MODULE_NAME
 
@@ -105,7 +105,8 @@ def _check_config_loads(source: str | os.PathLike) -> None:
     path = Path(source, CONFIG_NAME)
     if not path.is_file():
         return
-    if AUTO_MAP in read_object(path):
+    fields = read_object(path)
+    if AUTO_MAP in fields and fields.get("model_type") not in CONFIG_MAPPING:
         return  # its values are for code that is not run
     try:
         AutoConfig.from_pretrained(source, trust_remote_code=False)

@@ -247,8 +247,9 @@ def test_an_adapter_loads_into_a_model_and_by_its_folder(model, saved, tmp_path)
     into = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     assert not torch.equal(into(IDS).logits, expected)
     into.load_adapter(tmp_path)
+    # PEFT by itself adds the adapters of experts to their weights, and `add_adapters` to their outputs.
     for loaded in (into, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)):
-        assert torch.equal(loaded(IDS).logits, expected)
+        torch.testing.assert_close(loaded(IDS).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 # ---- Delta attention
