@@ -249,7 +249,7 @@ def test_an_adapter_loads_into_a_model_and_by_its_folder(model, saved, tmp_path)
     into.load_adapter(tmp_path)
     # PEFT by itself adds the adapters of experts to their weights, and `add_adapters` to their outputs.
     for loaded in (into, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)):
-        torch.testing.assert_close(loaded(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(loaded(IDS).logits, expected, rtol=1e-3, atol=1e-4)
 
 
 # ---- Delta attention
