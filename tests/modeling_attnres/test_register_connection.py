@@ -48,7 +48,7 @@ class ChannelGate(ResidualConnection):
 class ScaledStream(ResidualConnection):
     """The connection of `zaya`: `scale * (h + bias) + v` for each channel. It starts as the plain sum."""
 
-    name = "scaled_stream"
+    name = "shifted_stream"
     retrofit = {}
 
     def __init__(self, config, sublayer):
@@ -165,7 +165,7 @@ def test_the_depth_mixing_of_a_registered_connection_is_that_of_a_stream(backbon
 
 def test_a_retrofit_is_exact_where_the_connection_declares_it(backbones):
     standard, token_ids = backbones.build("llama"), backbones.token_ids()
-    model = retrofit(standard, "scaled_stream")
+    model = retrofit(standard, "shifted_stream")
     assert residual_tensors(model)
     with torch.no_grad():
         assert difference(model(token_ids).logits, standard(token_ids).logits) < 1e-6
