@@ -337,9 +337,11 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
 
 def _packed_if_frozen(recipe: Recipe) -> dict[str, Any]:
     """Return the field by which packed experts stay packed where only adapters are trained."""
+    if recipe.lora is None:
+        return {}
     with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
         checkpoint = recipe.source.checkpoint
-        if recipe.lora is not None and checkpoint.is_kimi_k3 and is_packed(checkpoint):
+        if checkpoint.is_kimi_k3 and is_packed(checkpoint):
             return {"packed_experts": True}
     return {}
 

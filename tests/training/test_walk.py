@@ -60,4 +60,4 @@ def test_the_kind_of_a_model_is_found_out_once(calls):
 @pytest.mark.slow
 def test_a_run_stays_in_the_file_that_prepares_it(calls):
     visits = [path for path, _ in groupby(path for path, _ in calls)]
-    assert visits.count("training/prepare.py") <= 6  # twice for the arguments of `Trainer`
+    assert visits.count("training/prepare.py") <= 7  # twice for the arguments of `Trainer`, and it opens the tokenizer

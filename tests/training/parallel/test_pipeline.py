@@ -367,10 +367,9 @@ def test_a_pipeline_that_does_not_fit_the_processes_is_refused():
             count_replicas(settings, processes)
 
 
-@pytest.mark.parametrize("other", ["lora={}", "distributed={fsdp_size: 2}"])
-def test_a_pipeline_excludes_adapters_and_other_sharding(other):
+def test_a_pipeline_excludes_other_sharding():
     with pytest.raises(ValueError, match="exclude each other"):
-        read_recipe("pretrain", ["model=x", "train=y", "out=z", "pipeline={stages: 2}", other])
+        read_recipe("pretrain", ["model=x", "train=y", "out=z", "pipeline={stages: 2}", "distributed={fsdp_size: 2}"])
 
 
 def test_models_that_cannot_be_cut_are_refused(backbones, tiny_model):

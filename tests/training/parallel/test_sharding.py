@@ -107,9 +107,9 @@ def test_a_model_that_one_process_holds_is_not_sharded():
     assert make_sharding(ShardingSettings(fsdp_size=1)) is None
 
 
-def test_adapters_of_a_sharded_model_are_refused():
-    changes = ("model=x", "train=y", "out=z", "distributed={fsdp_size: 2}")
-    with pytest.raises(ValueError, match="`distributed` and `lora` of the recipe exclude each other"):
+def test_adapters_of_matrices_that_are_cut_are_refused():
+    changes = ("model=x", "train=y", "out=z", "distributed={tp_size: 2}")
+    with pytest.raises(ValueError, match="`lora` of the recipe does not work with `tp_size` of `distributed`"):
         read_recipe("lora", changes)
 
 
