@@ -10,8 +10,7 @@ from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.commands.eval import run_eval
 from attnres.eval.benchmarks import pick
 from attnres.eval.start import EvalOptions
-from attnres.training.data.documents import DataSpec, Documents
-from attnres.training.data.documents import Encoder
+from attnres.training.data.documents import DataSpec, Documents, Encoder
 from attnres.training.recipe import Recipe
 from attnres.training.train import run_train
 
