@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
     MergeModulelist,
+    SplitModulelist,
     WeightConverter,
     WeightRenaming,
 )
@@ -473,6 +474,25 @@ class _FromBytes(_AsBytes):
         return _AsBytes(self.dtype)
 
 
+class _StackExperts(MergeModulelist):
+    """Stack the tensors of all experts."""
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """The operation that gives each expert its tensor."""
+        return _UnstackExperts(self.dim)
+
+
+class _UnstackExperts(SplitModulelist):
+    """Give each expert its tensor, in its whole shape: `transformers` 5.17 leaves out every axis of length 1."""
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the tensors of all experts by name; the stacks of one rule have equal shapes."""
+        stack = next(iter(input_dict.values()))
+        shape = (stack[0] if isinstance(stack, list) else stack).shape[1:]
+        return {name: tensor.view(shape) for name, tensor in super().convert(input_dict, *args, **kwargs).items()}
+
+
 def layout_rules(
     config: AttnResKimiK3Config | None = None, is_decoder: bool = False
 ) -> list[WeightConverter | WeightRenaming]:
@@ -518,10 +538,10 @@ def layout_rules(
             WeightConverter(
                 [rf"\.experts.*.w1.weight{form}", rf"\.experts.*.w3.weight{form}"],
                 rf"\.experts.gate_up_proj{form}",
-                [*first, MergeModulelist(dim=0), Concatenate(dim=1)],
+                [*first, _StackExperts(dim=0), Concatenate(dim=1)],
             ),
             WeightConverter(
-                rf"\.experts.*.w2.weight{form}", rf"\.experts.down_proj{form}", [*first, MergeModulelist(dim=0)]
+                rf"\.experts.*.w2.weight{form}", rf"\.experts.down_proj{form}", [*first, _StackExperts(dim=0)]
             ),
         ]
     return rules

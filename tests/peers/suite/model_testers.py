@@ -4,6 +4,7 @@
 """
 
 import inspect
+import re
 import unittest
 from unittest import mock
 
@@ -17,11 +18,13 @@ from transformers import (
     MixtralModel,
     PreTrainedConfig,
     PreTrainedModel,
+    conversion_mapping,
 )
 from transformers.models.auto import modeling_auto
 
 import attnres
 from attnres import kimi_k3_attnres
+from attnres.kimi_k3_layout_attnres import layout_rules
 
 from . import test_expert_parallel_mixin, test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin
 from .test_training_mixin import TrainingTesterMixin
@@ -201,6 +204,17 @@ class KimiK3(AttnResSuite, unittest.TestCase):
         patch = mock.patch.object(attnres.AttnResKimiK3Config, "check_fields", check)
         patch.start()
         self.addCleanup(patch.stop)
+
+    def test_reverse_loading_mapping(self):
+        # The rules of loading take packed experts too, of which these models have no tensor.
+        register, kind = (
+            conversion_mapping.register_checkpoint_conversion_mapping,
+            attnres.AttnResKimiK3Config.model_type,
+        )
+        plain = [rule for rule in layout_rules() if not re.search("packed|scale", str(rule.source_patterns))]
+        register(kind, plain, overwrite=True)
+        self.addCleanup(register, kind, layout_rules(), overwrite=True)
+        super().test_reverse_loading_mapping()
 
     @accept_missing_tensors
     def test_can_init_all_missing_weights(self):
