@@ -147,7 +147,7 @@ def _strength(fields: Mapping[str, Any], name: str, rank: int, source: Path) -> 
     """Return the factor by which PEFT scales an adapter, by the name of its module or parameter.
 
     Raises:
-        ValueError: The rank is not that of the tensors, or the factor is no number.
+        ValueError: The tensors have another rank than the configuration, or the factor is no number.
     """
     set_rank, alpha = (_of_pattern(fields, key, pattern, name) for key, pattern in _STRENGTHS)
     path = source / ADAPTER_CONFIG_NAME

@@ -63,7 +63,8 @@ class Conversion:
         added: The tensors to write in addition, by name.
         dropped: The names of the source's tensors to leave out.
         unused: The names of the source's tensors that its model does not read. They may hold NaN.
-        difference: Why the result may compute another function than the source; None if it computes the same one.
+        difference: The reason for which the result may compute another function than the source; None if there is
+            none.
         has_code: Whether the result gets the family's code and a model card.
         code_folder: The subfolder of the result for code that came with the source, where it cannot replace the
             family's code.

@@ -40,7 +40,7 @@ _Written = tuple[StoredTensor, Callable[[], Iterable[bytes | memoryview]]]
 
 @dataclass
 class Moved:
-    """How far packing moved the weights of a layer's experts.
+    """The distance by which packing moved the weights of a layer's experts.
 
     Attributes:
         tensors: The number of tensors that were packed, and not copied from the release.
@@ -110,7 +110,7 @@ class Rewriting:
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Plan the tensors of each shard."""
+        """Choose the tensors of each shard."""
         self._model = _open(self.model)
         self._parts = None if self.parts is None else _open(self.parts)
         self._encode = lru_cache(maxsize=1)(self._encode)  # the codes and the scale of a weight may lie in two shards
@@ -155,7 +155,7 @@ class Rewriting:
 
     @property
     def difference(self) -> str | None:
-        """Why the result may compute another function than the model; None if it computes the same one."""
+        """The reason for which the result may compute another function than the model; None if there is none."""
         return f"experts were packed as MXFP4 ({self._all()})" if self.moved and self._all().largest else None
 
     def _all(self) -> Moved:

@@ -242,7 +242,7 @@ class AttnResKimiK3Config(AttnResConfig):
 
     @property
     def base_model_ep_plan(self) -> dict[str, Any]:
-        """How expert parallelism shards the experts: as Kimi Linear's, and packed ones part by part."""
+        """The plan of expert parallelism: Kimi Linear's, with the parts of packed experts in place of their weights."""
         plan: dict[str, Any] = dict(super().base_model_ep_plan or {})
         for name in [name for name in plan if self.packed_experts and name.endswith("_proj")]:
             style = plan.pop(name)
@@ -437,7 +437,7 @@ def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             "`text_config` is empty, but must hold the fields of the text model. Use the checkpoint's own config.json."
         )
     text = _as_object("text_config", fields.pop("text_config"))
-    # The other fields of the composite model are those of its vision part, which no model here has.
+    # The composite model has more fields. They describe its vision part, and no model here has one.
     fields = {name: value for name, value in fields.items() if name in AttnResKimiK3Config.known_fields()}
     # Of two values of a field that describes the file, that of the composite model holds.
     kept = [name for name in text if name not in _OF_CODE and not (name in _OF_FILE and name in fields)]

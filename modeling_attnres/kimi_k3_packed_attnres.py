@@ -18,7 +18,7 @@ from .functional_attnres import accelerated
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 += tuple(-value for value in _E2M1)
 # Code of the largest scale of MXFP4, 2^125: with the next one a 6 is beyond bfloat16. 255 is the code of NaN.
-_LARGEST_SCALE = 252
+LARGEST_SCALE = 252
 
 
 def _decode_codes(packed: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,7 +81,7 @@ def check_scales(subject: str, scale: Tensor) -> None:
         scale: the scales, of any shape: uint8 of MXFP4, float8 or float32 of NVFP4.
     """
     if scale.dtype is torch.uint8:
-        is_wrong = bool(scale.numel() and scale.max() > _LARGEST_SCALE)
+        is_wrong = bool(scale.numel() and scale.max() > LARGEST_SCALE)
     else:
         wide = scale.float()
         is_divisor = scale.dtype is torch.float32

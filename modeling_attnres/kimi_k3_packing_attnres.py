@@ -5,11 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .kimi_k3_packed_attnres import MXFP4
+from .kimi_k3_packed_attnres import LARGEST_SCALE, MXFP4
 
 GROUP = MXFP4.group
-# Code of the largest scale, 2^125: with the next one a 6 is beyond bfloat16.
-_LARGEST_SCALE = 252
 # Halfway between two neighbours of 0, 0.5, 1, 1.5, 2, 3, 4 and 6. A weight there goes to the even code.
 _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -32,7 +30,7 @@ QUANTIZATION = {
             "output_activations": None,
         }
     },
-    "format": "mxfp4-pack-quantized",
+    "format": MXFP4.name,
     "ignore": [
         r"re:.*self_attn.*",
         r"re:.*shared_experts.*",
@@ -72,7 +70,7 @@ def encode_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     if not largest.isfinite().all():
         raise ValueError("the weight holds NaN or infinite values, which MXFP4 cannot hold.")
     significand, exponent = torch.frexp(largest)  # the significand is in [0.5, 1)
-    scale = (exponent + (significand >= 0.875) + 124).masked_fill_(largest == 0, 0).clamp_(0, _LARGEST_SCALE)
+    scale = (exponent + (significand >= 0.875) + 124).masked_fill_(largest == 0, 0).clamp_(0, LARGEST_SCALE)
     inverse = ((254 - scale) << 23).view(torch.float32)  # the bits of the power of two
     numbers = (groups * inverse.unsqueeze(-1)).abs_()
     codes = (groups.signbit()).to(torch.uint8) << 3

@@ -50,10 +50,7 @@ def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
     # Adapters are not cut as matrices are.
     has_tensor = job.lora is None and any(weight.is_sharded for weight in costs.weights)
     for tensor in _divisors(job.devices):
-        # Adapters are not cut as matrices are.
-        if tensor > 1 and (
-            job.lora is not None or not has_tensor or tensor > device.per_node or not _can_shard(costs, tensor)
-        ):
+        if tensor > 1 and (not has_tensor or tensor > device.per_node or not _can_shard(costs, tensor)):
             continue
         for pipeline in _divisors(job.devices // tensor):
             data = job.devices // tensor // pipeline

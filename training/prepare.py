@@ -34,7 +34,7 @@ from attnres.residual_attnres import residual_tensors
 
 from .launch import HEAL, divide_batch
 from .parallel.pipeline_parts import make_part, part_of
-from .parallel.sharding import check_fsdp2, load_sharded
+from .parallel.sharding import load_sharded
 from .recipe import Recipe
 from .run_folder import START
 
@@ -285,8 +285,6 @@ def prepare_model(
 
         # A PEFT model passes calls and attributes on to the model that it wraps.
         model = cast(PreTrainedModel, add_adapters(model, **recipe.lora.given()))
-    if sharding is None:
-        check_fsdp2(model)
     if recipe.residual_alone and not residual_tensors(model):
         raise ValueError(
             f"`residual_alone` of the recipe is {recipe.residual_alone:g}, but must be 0: {recipe.model} has no "

@@ -211,7 +211,7 @@ class TrainingPipeline:
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Sum the gradients over the pipelines, and over both ends of a tied embedding. Call it once a step."""
-        # FSDP2 has reduced the gradients of what it shards.
+        # For parameters that FSDP2 shards, it has reduced the gradients already.
         trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
         parameters = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
         if self.replicas > 1 and parameters:
