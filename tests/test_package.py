@@ -34,9 +34,11 @@ def python(code: str, cwd: Path, *options: str) -> dict:
 
 
 # What `import attnres` does in a process that has imported the model of `transformers` before. Both imports are timed
-# there, on the processor: how busy the machine is slows them down alike.
+# there, on the processor: how busy the machine is slows them down alike. A full collection of garbage walks through all
+# that both have allocated and takes as long as half of an import of ours. It would count for the one that meets it.
 IMPORT = f"""
-import sys, time, importlib.util
+import gc, sys, time, importlib.util
+gc.disable()
 began = time.process_time()
 from transformers import KimiLinearForCausalLM
 before, theirs = set(sys.modules), time.process_time()
