@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from attnres.configuration.counting import count_loaded
 from attnres.utils.token_ids import check_token_ids
 
 from .attention_sinks import AttentionSinks, attention_sinks
@@ -199,7 +200,7 @@ def _model_facts(model: PreTrainedModel, member: PreTrainedModel, name: str | No
         "revision": getattr(model.config, "_commit_hash", None),
         "class": type(model).__name__,
         "connection": config.connection.describe(config),
-        "parameters": model.num_parameters(),
+        "parameters": count_loaded(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "layers": depth.num_sublayers // len(depth.kinds),
         "sublayers": depth.num_sublayers,

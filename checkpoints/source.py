@@ -133,6 +133,18 @@ class ModelSource:
             return  # the Hub may give only single files of a repository; loading the model says what is missing
         check_loadable(checkpoint)
 
+    @property
+    def as_packed(self) -> dict[str, Any]:
+        """The option of [`build`] that keeps experts packed; empty for a model whose files have no packed experts."""
+        if self.is_named:
+            return {}
+        from .kimi_k3 import is_packed
+
+        with suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
+            if self.checkpoint.is_kimi_k3 and is_packed(self.checkpoint):
+                return {"packed_experts": True}
+        return {}
+
     def tokenizer(self, remedy: str = "", trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
         """Load the tokenizer that is with the model.
 

@@ -178,8 +178,11 @@ def _check_before_loading(
         # Without a dtype, `transformers` takes that of the weights, which is hardly ever smaller than bfloat16.
         stored: Any = config.dtype
         size = (dtype or stored or torch.bfloat16).itemsize
-        needed = size * sum(
-            parameter.numel() for name, parameter in model.named_parameters() if names is None or name in names
+        needed = sum(
+            # Packed experts are bytes in every dtype.
+            parameter.numel() * (size if parameter.is_floating_point() else parameter.itemsize)
+            for name, parameter in model.named_parameters()
+            if names is None or name in names
         )
         subject = f"the weights of {source}" if names is None else f"a stage's weights of {source}"
         check_memory(needed, subject, "Use a smaller model, or a machine with more memory.")

@@ -41,13 +41,13 @@ class EvaluatedModel:
 
     Attributes:
         name: The name as the user gave it.
-        folder: The directory of the model's files.
+        source: The model, whose checkpoint is opened.
         tokenizer: The tokenizer of the model.
         store: The stored results of the model.
     """
 
     name: str
-    folder: Path
+    source: ModelSource
     tokenizer: PreTrainedTokenizerBase
     store: ResultStore
 
@@ -84,7 +84,7 @@ def run_eval(options: EvalOptions) -> None:
         models = [
             EvaluatedModel(
                 name,
-                folders[name],
+                sources[name],
                 tokenizers[name],
                 ResultStore(options.out / role, _setup(name, folders[name], options)),
             )
@@ -183,11 +183,12 @@ def _load_model(model: EvaluatedModel, batch_size: int) -> SharedPrefixLM:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     has_several_devices = torch.cuda.device_count() > 1
     return SharedPrefixLM(
-        str(model.folder),
+        str(model.source.checkpoint.folder),
         tokenizer=model.tokenizer,
         device=device,
         parallelize=has_several_devices,
         batch_size=batch_size,
+        **model.source.as_packed,
     )
 
 

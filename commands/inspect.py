@@ -53,7 +53,8 @@ class InspectedSource:
         else:
             tokenizer = ModelSource(self.tokenizer).tokenizer(trust_remote_code=code)
         with about(self.name):
-            model = source.build(dtype=self.dtype, device_map=self._device(), trust_remote_code=code)
+            options = source.as_packed | {"dtype": self.dtype, "device_map": self._device()}
+            model = source.build(trust_remote_code=code, **options)
         return model, tokenizer
 
     def _device(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,12 @@ def count_stored(model: nn.Module) -> int:
     return count_values(model.state_dict(keep_vars=True).items())
 
 
+def count_loaded(model: PreTrainedModel) -> int:
+    """Return the number of parameters as `num_parameters` does, with packed weights in place of their bytes."""
+    packed = [(name, tensor) for name, tensor in model.named_parameters() if name.endswith(("_packed", "_scale"))]
+    return model.num_parameters() - sum(tensor.numel() for _, tensor in packed) + count_values(packed)
+
+
 def count_values(named_tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Count the values of floating-point tensors and of packed weights; a tensor with several names counts once."""
     names = {tensor: name for name, tensor in named_tensors}
@@ -84,4 +90,4 @@ def _values(name: str, tensor: Tensor) -> int:
     return tensor.numel() if tensor.is_floating_point() else 0
 
 
-__all__ = ["ParameterCount", "count_idle", "count_parameters", "count_stored", "count_values"]
+__all__ = ["ParameterCount", "count_idle", "count_loaded", "count_parameters", "count_stored", "count_values"]

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.checkpoints.whole import check_source_sizes, load_whole
+from attnres.configuration.counting import count_loaded
 from attnres.eval.answer_length import answer_tokens
 from attnres.eval.generation import AnswerGenerator
 from attnres.eval.prompt_encoder import PromptEncoder, check_special_tokens
@@ -97,7 +98,7 @@ class LanguageModel(TemplateLM):
         cut_requests: The number of requests so far that were longer than the model's context.
 
     Raises:
-        ValueError: The tokenizer names neither a BOS nor an EOS token.
+        ValueError: The tokenizer names neither a BOS nor an EOS token, or `peft` is given with packed experts.
     """
 
     def __init__(
@@ -181,6 +182,12 @@ class LanguageModel(TemplateLM):
         """Put an adapter onto a model, whose embedding gets the tokens that the adapter's tokenizer has added."""
         from peft import PeftModel
 
+        if getattr(model.config.get_text_config(), "packed_experts", False):
+            # PEFT only warns that it finds no parameters of experts, and the scores would be those of another model.
+            raise ValueError(
+                "PEFT does not load an adapter onto packed experts: leave out `packed_experts`, or give the model of "
+                "`attnres.training.lora.load_adapter` as `pretrained`."
+            )
         if model.config.get_text_config().vocab_size != len(self.tokenizer):
             model.resize_token_embeddings(len(self.tokenizer))
         return PeftModel.from_pretrained(model, adapter)
@@ -205,7 +212,7 @@ class LanguageModel(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """Return the facts on the model that the harness writes into its results."""
         return {
-            "model_num_parameters": self.model.num_parameters(),
+            "model_num_parameters": count_loaded(self.model),
             "model_dtype": self.model.dtype,
             "model_revision": self.revision,
             "model_sha": getattr(self.config, "_commit_hash", None) or "",

@@ -335,13 +335,7 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
 
 def _packed_if_frozen(recipe: Recipe) -> dict[str, Any]:
     """Return the field by which packed experts stay packed where only adapters are trained."""
-    if recipe.lora is None:
-        return {}
-    with contextlib.suppress(FileNotFoundError):  # a repository of which the Hub gives no snapshot, only single files
-        checkpoint = recipe.source.checkpoint
-        if checkpoint.is_kimi_k3 and is_packed(checkpoint):
-            return {"packed_experts": True}
-    return {}
+    return {} if recipe.lora is None else recipe.source.as_packed
 
 
 def _part_of_retrofit(options: dict[str, Any], part: Part, source: PreTrainedModel) -> frozenset[str]:

@@ -71,6 +71,8 @@ def describe_run(
     trained = f"{trained:,}" if parameters is None else "adapters"  # those of this process, in a part of the model
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
     kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
+    if getattr(config, "packed_experts", False):
+        kind += f", experts packed as {config.packing.title}"
     start = "from scratch" if recipe.source.is_named else "with its weights"
     sequences = f"sequences of {recipe.length:,} tokens"
     count = data.sequences

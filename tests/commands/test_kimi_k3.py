@@ -18,13 +18,20 @@ from transformers.cli.serving.utils import Modality
 
 from attnres import AttnResKimiK3ForCausalLM
 from attnres.analysis.axis import depth_axis
+from attnres.checkpoints.source import ModelSource
 from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.checkpoints.whole import load_whole
+from attnres.commands.eval import EvaluatedModel
+from attnres.commands.eval import _load_model as load_evaluated
+from attnres.commands.inspect import InspectedSource
 from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.shared_prefix import SharedPrefixLM
+from attnres.eval.stored_results import ResultStore
+from attnres.kimi_k3_attnres import KimiK3Experts, KimiK3PackedExperts
 from attnres.kimi_k3_layout_attnres import released_shapes
 from attnres.publishing.publication import make_publication
 from attnres.residual_attnres import FamilyWarning
+from attnres.training.lora import add_adapters, load_adapter
 from attnres.training.measures import flops_per_token
 
 from .. import forks
@@ -94,9 +101,26 @@ def test_an_evaluation_refuses_a_text_model_that_names_kimi_linear(folder, asset
     assert "holds Kimi K3" in run_attnres("eval", folder / "text", "--out", tmp_path, *data).error
 
 
-def test_an_evaluation_loads_packed_weights(folder):
-    model = SharedPrefixLM(pretrained=str(folder / "packed"), device="cpu")
-    assert type(model.model) is AttnResKimiK3ForCausalLM
+def test_an_evaluation_and_an_inspection_keep_experts_packed(folder, tmp_path):
+    source = ModelSource(str(folder / "packed"))
+    evaluated = load_evaluated(EvaluatedModel("packed", source, source.tokenizer(), ResultStore(tmp_path, {})), 2)
+    inspected, _ = InspectedSource(source.name).load()
+    for model in (evaluated.model, inspected):
+        assert {type(layer.mlp.experts) for layer in model.model.layers[1:]} == {KimiK3PackedExperts}
+    unpacked = SharedPrefixLM(pretrained=source.name, device="cpu")
+    assert {type(layer.mlp.experts) for layer in unpacked.model.model.layers[1:]} == {KimiK3Experts}
+    counts = [lm.get_model_info()["model_num_parameters"] for lm in (evaluated, unpacked)]
+    assert counts[0] == counts[1] == unpacked.model.num_parameters()
+
+
+def test_an_evaluation_takes_an_adapter_on_packed_experts_that_is_loaded_before(folder, tmp_path):
+    source = str(folder / "packed")
+    add_adapters(ModelSource(source).build(packed_experts=True), rank=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="PEFT does not load an adapter onto packed experts: leave out"):
+        SharedPrefixLM(source, peft=str(tmp_path), packed_experts=True, device="cpu")
+    adapted = load_adapter(ModelSource(source).build(packed_experts=True), tmp_path)
+    lm = SharedPrefixLM(adapted, tokenizer=source)
+    assert lm.model is adapted and lm.loglikelihood_rolling([SimpleNamespace(args=("One and one",))])[0] < 0
 
 
 def check_inspection(source: Path, text: Path, out: Path) -> None:
@@ -227,7 +251,13 @@ def test_a_checkpoint_that_is_larger_than_the_memory_is_refused_before_it_is_loa
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     with pytest.raises(ValueError, match=rf"the weights of {source} take .* MB of memory, but .* are free"):
         load_whole(AutoModelForCausalLM, str(source), device_map="cpu")
+    packed = AutoModelForCausalLM.from_pretrained(source, packed_experts=True, dtype=torch.float32)
+    memory.available = sum(parameter.nbytes for parameter in packed.parameters()) - 1
+    with pytest.raises(ValueError, match=r"take .* of memory"):
+        load_whole(AutoModelForCausalLM, str(source), packed_experts=True, dtype="float32")
     memory.available += 1
+    load_whole(AutoModelForCausalLM, str(source), packed_experts=True, dtype="float32")
+    memory.available = 2 * parameters
     assert load_whole(AutoModelForCausalLM, str(source), device_map="cpu").dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"take .* of memory"):
         load_whole(AutoModelForCausalLM, str(source), dtype="float32")
@@ -279,7 +309,9 @@ def test_packed_weights_are_trained_on(folder, tmp_path, recipe):
     source, out = folder / "packed", tmp_path / "out"
     merged = ("merge=true",) if recipe == "lora" else ()
     with pytest.warns(FamilyWarning) as caught:
-        run_well("train", recipe, f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *merged, *SHORT)
+        arguments = (f"model={source}", f"train={folder / 'text.txt'}", f"out={out}", *merged, *SHORT)
+        run = run_well("train", recipe, *arguments)
+    assert ("experts packed as MXFP4" in run.out) == (recipe == "lora")
     message, *others = (str(warning.message) for warning in caught if warning.category is FamilyWarning)
     assert "Left out of the checkpoint" in message and "vision_tower.*: 1 tensor." in message
     assert len(others) == bool(merged) and all("packing these again moved them" in other for other in others)
