@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from copy import copy
 from inspect import signature
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -211,30 +212,34 @@ class ResidualConnection(AddedModule):
             if field not in cls.start_fields and getattr(config, field) != value:
                 return f"`{field}` is {getattr(config, field)!r}, not {value!r}"
             setattr(config, field, value)
-        for name, tensor in tensors.items():
-            owner, _, key = name.rpartition(".")
+        for owner, group in groupby(tensors, lambda name: name.rpartition(".")[0]):
             place, _, kind = owner.rpartition("_")  # such as `model.layers.3.mlp_res` and `proj`
             layer, _, place = place.rpartition(".")
             index = config.num_sublayers
             if place in names:
                 index = int(layer.rpartition(".")[2]) * len(names) + names.index(place)
-            # What all starts have in common does not come from random numbers, on which the function does not depend.
-            # Of millions of random numbers, some are equal in two starts by chance, and more after a cast to 16 bits.
-            starts = [torch.ones_like(tensor) if kind == "norm" else cls._start(config, index, key) for _ in range(3)]
-            is_fixed = (starts[0] == starts[1]) & (starts[0] == starts[2])
-            one = starts[0].to(tensor)
-            if one.shape != tensor.shape or bool(((tensor != one) & is_fixed.to(tensor.device)).any()):
-                return f"`{name}` is not at the start, where {cls.name!r} is the standard residual"
+            starts = None if kind == "norm" else cls._starts(config, index)
+            for name in group:
+                tensor = tensors[name]
+                key, ones = name.rpartition(".")[2], torch.ones_like(tensor)
+                # What all starts have in common does not come from random numbers, on which the function does not
+                # depend. Of millions of them, some are equal in two starts by chance, and more after a cast to 16 bits.
+                one, two, three = [ones] * 3 if starts is None else [start[key] for start in starts]
+                is_fixed = ((one == two) & (one == three)).to(tensor.device)
+                if one.shape != tensor.shape or bool(((tensor != one.to(tensor)) & is_fixed).any()):
+                    return f"`{name}` is not at the start, where {cls.name!r} is the standard residual"
         return None
 
     @classmethod
-    def _start(cls, config: PreTrainedConfig, sublayer: int, name: str) -> Tensor:
-        """Return a tensor of a new connection, without a change of the state of random numbers."""
+    def _starts(cls, config: PreTrainedConfig, sublayer: int) -> list[dict[str, Tensor]]:
+        """Return the tensors of three new connections, without a change of the state of random numbers."""
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.seed()
-            connection = cls.form(config)(config, sublayer)
-            connection.reset_parameters()
-            return connection.get_parameter(name).detach()
+            connection, starts = cls.form(config)(config, sublayer), []
+            for _ in range(3):
+                connection.reset_parameters()
+                starts.append({name: tensor.detach().clone() for name, tensor in connection.named_parameters()})
+        return starts
 
     @classmethod
     def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, Any], **options: Any) -> None:
