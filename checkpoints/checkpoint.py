@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import httpx
-from transformers import CONFIG_MAPPING, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -37,7 +37,8 @@ from .kimi_tokenizer import read_kimi_tokenizer
 from .pickles import read_pickle_shapes
 from .shards import DTYPES, Shard, StoredTensor, read_pieces, read_shard
 from .sizes import check_sizes
-from .source_files import AUTO_MAP, PIPELINES, check_file, check_no_pipe, read_object
+from .source_files import PIPELINES, check_file, check_no_pipe, read_object
+from .tokenizers import NoTokenizerError, load_tokenizer
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -205,23 +206,17 @@ class Checkpoint:
         """The tokenizer that loads without code of the checkpoint, or None if there is none.
 
         Raises:
-            OSError: `tokenizer.json` is damaged.
-            ValueError: The tokenizer of a Kimi release is damaged.
+            OSError, ValueError: A file of it is damaged, or the `config.json` beside it cannot be used.
         """
-        if not self.tokenizer_files:
-            return None
-        if self.kimi_tokenizer is not None:
+        if not self.tokenizer_files or self.kimi_tokenizer is not None:
             return self.kimi_tokenizer
         try:
-            # It may make a configuration of `config.json`, by a class that may be another than the model's: that of
-            # Kimi Linear for the text model of Kimi K3. Its warnings do not concern the tokenizer.
+            # The configuration may be read by a class that is not the model's: that of Kimi Linear for the text model
+            # of Kimi K3. Its warnings do not concern the tokenizer.
             with quiet_transformers():
-                return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-        except Exception as error:  # `tokenizers` raises nothing more special for a damaged file
-            path = self.folder / "tokenizer.json"
-            if path.exists() and AUTO_MAP not in self.tokenizer_config:
-                raise OSError(f"{path} is damaged ({error!r}). Copy it again.") from error
-            return None  # other formats need packages that may not be here
+                return load_tokenizer(self.folder)
+        except NoTokenizerError:
+            return None  # it needs its code, or a package that may not be here
 
     # --- Weights -----------------------------------------------------------------------------------------------------
 

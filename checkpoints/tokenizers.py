@@ -27,6 +27,10 @@ from .source_files import AUTO_MAP, read_object
 SAVE_ONE = "save one there by AutoTokenizer.from_pretrained(SOURCE).save_pretrained(DIR)"
 
 
+class NoTokenizerError(ValueError):
+    """Raised if a source has no tokenizer that loads without more code and packages than there are."""
+
+
 def load_tokenizer(
     source: str | os.PathLike, *, remedy: str = "", trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedTokenizerBase:
@@ -44,9 +48,10 @@ def load_tokenizer(
         A tokenizer that has more in its vocabulary than special tokens.
 
     Raises:
-        OSError: `source` is not a directory, and the Hub does not give it.
-        ValueError: There is no tokenizer, or it does not load; or a number in the `config.json` beside it is larger
-            than in any model. The message is one line that names `source` or the file.
+        NoTokenizerError: There is no tokenizer, or it needs code or packages that are not there.
+        OSError: `source` is not a directory, and the Hub does not give it; or `tokenizer.json` is damaged.
+        ValueError: The table of a Kimi release is damaged, or the `config.json` beside the tokenizer cannot be used.
+            The message is one line that names `source` or the file.
     """
     _check_config(source, options.get("revision"))
     hub = {key: options[key] for key in ("revision", "subfolder", "token") if key in options}
@@ -63,14 +68,16 @@ def load_tokenizer(
             raise
         _check_config_loads(source)
         if AUTO_MAP in tokenizer_config and not trust_remote_code:
-            raise ValueError(
+            raise NoTokenizerError(
                 f"The tokenizer of {source} is code that came with it: read that code, then allow it to run by "
                 "--trust-remote-code, or in a recipe by trust_remote_code=true."
             ) from error
-        raise ValueError(_no_tokenizer(source, remedy, error)) from error
+        if (file := Path(source, "tokenizer.json")).exists() and AUTO_MAP not in tokenizer_config:
+            raise OSError(f"{file} is damaged ({error!r}). Copy it again.") from error
+        raise NoTokenizerError(_no_tokenizer(source, remedy, error)) from error
     # From a directory without files, `AutoTokenizer` makes some tokenizers of special tokens alone.
     if tokenizer is None or set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError(_no_tokenizer(source, remedy))
+        raise NoTokenizerError(_no_tokenizer(source, remedy))
     return tokenizer
 
 
@@ -125,4 +132,4 @@ def _no_tokenizer(source: str | os.PathLike, remedy: str, error: Exception | Non
     return f"{source} has no tokenizer that loads{': ' if advice else ''}{', or '.join(advice)}.{reason}"
 
 
-__all__ = ["is_plain_fast", "load_tokenizer"]
+__all__ = ["NoTokenizerError", "is_plain_fast", "load_tokenizer"]
