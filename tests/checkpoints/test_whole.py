@@ -1,7 +1,6 @@
 """A checkpoint that lacks tensors or does not fit its configuration is refused before memory of its size is taken."""
 
 import json
-import math
 import resource
 import shutil
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.checkpoints.tokenizers import load_tokenizer
-from attnres.checkpoints.whole import check_source_sizes, load_whole
+from attnres.checkpoints.whole import load_whole
 from attnres.commands.inspect import InspectedSource
 from attnres.conversion import retrofit
 from attnres.eval.shared_prefix import SharedPrefixLM
@@ -157,13 +156,6 @@ def test_weights_behind_links_and_a_field_of_the_recipe_are_loaded(sound, model)
 
 
 VALUES = {
-    "NaN": ("rms_norm_eps", "NaN", "is nan, but must be a finite number from 0 on"),
-    "infinite": ("rms_norm_eps", "1e999", "is inf, but must be a finite number from 0 on"),
-    "negative": ("rms_norm_eps", "-1e-05", "is -1e-05, but must be a finite number from 0 on"),
-    "text": ("rms_norm_eps", '"1e-5"', "is '1e-5', but must be a finite number from 0 on"),
-    "too long for a float": ("rms_norm_eps", "1" + "0" * 400, "is an integer of 1,329 bits, but must be a finite"),
-    "NaN in an object": ("rope_parameters", '{"rope_theta": NaN}', "`rope_theta` is nan, but must be a finite number"),
-    "NaN in a list": ("layer_scales", "[1.0, NaN]", "`layer_scales` is nan, but must be a finite number"),
     "unknown quantiser": ("quantization_config", '{"quant_method": "evil"}', "has the `quant_method` 'evil', which"),
     "no quantiser": ("quantization_config", "{}", "has the `quant_method` None, which"),
     "a list of quantisers": ("quantization_config", "[]", "is [], but must be an object"),
@@ -180,15 +172,9 @@ def test_a_value_that_no_model_has_is_named_with_its_file(model, name, load):
     field, value, message = VALUES[name]
     content = json.loads((model / "config.json").read_text()) | {field: "VALUE"}
     (model / "config.json").write_text(json.dumps(content).replace('"VALUE"', value))
-    with pytest.raises(ValueError, match=rf"^{model / 'config.json'}: `\w+` .*\. (Use|Remove) ") as refused:
+    with pytest.raises(ValueError, match=rf"^{model / 'config.json'}: `\w+` .*\. Remove ") as refused:
         load(model)
     assert message in str(refused.value)
-
-
-def test_infinity_in_a_list_is_allowed(model):
-    content = json.loads((model / "config.json").read_text()) | {"time_step_limit": [0.0, math.inf]}
-    (model / "config.json").write_text(json.dumps(content))
-    check_source_sizes(model)
 
 
 def test_a_configuration_that_does_not_load_is_not_taken_for_a_missing_tokenizer(model):
