@@ -20,9 +20,8 @@ from transformers.utils import CONFIG_NAME
 from attnres.loading_attnres import added_by_kind, check_added, check_shapes
 from attnres.residual_attnres import FamilyWarning
 from attnres.utils.errors import about
-from attnres.utils.files import show_bytes
 from attnres.utils.memory import free_memory
-from attnres.utils.wording import counted
+from attnres.utils.wording import counted, show_bytes
 
 from .checkpoint import Checkpoint
 from .complete import loading_report

@@ -23,11 +23,11 @@ from attnres.conversion.kimi_k3_parts import prepare_rewriting
 from attnres.conversion.verify import MAX_CHARACTERS, MEMORY_OF_LOGITS, PROMPTS, compare
 from attnres.publishing.cards import CardSubject, on_hub, write_card
 from attnres.publishing.markdown import link_model
-from attnres.utils.files import atomic_directory, show_bytes
+from attnres.utils.files import atomic_directory
 from attnres.utils.memory import free_memory
 from attnres.utils.model_files import WRITTEN_MODEL
 from attnres.utils.progress import ProgressBar, status
-from attnres.utils.wording import counted, printable
+from attnres.utils.wording import counted, printable, show_bytes
 
 from .choices import describe_unread, shown
 from .connections import owners

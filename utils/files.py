@@ -11,6 +11,7 @@ from tempfile import TemporaryFile
 from filelock import FileLock, Timeout
 
 from .errors import about
+from .wording import show_bytes
 
 _MAX_NAMED = 3  # the largest number of foreign files that a message names
 
@@ -77,11 +78,6 @@ def atomic_write(path: Path, content: str | bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def show_bytes(number: int) -> str:
-    """Return a number of bytes for people to read, such as `1.5 GB`."""
-    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -1,4 +1,4 @@
-"""Word parts of messages: numbers with nouns, escaped text, proposals for misspelt names, install commands."""
+"""Word parts of messages: numbers with nouns, sizes, escaped text, proposals for misspelt names, install commands."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -22,6 +22,11 @@ def counted(number: int, noun: str) -> str:
         A text such as `1 file` or `2,048 files`.
     """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def show_bytes(number: int) -> str:
+    """Return a number of bytes for people to read, such as `1.5 GB`."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"
 
 
 def printable(text: str) -> str:
@@ -83,4 +88,4 @@ def _requirements() -> "list[Requirement]":
     return [Requirement(requirement) for requirement in requires("attnres") or ()]
 
 
-__all__ = ["counted", "did_you_mean", "extras_with", "install_command", "printable"]
+__all__ = ["counted", "did_you_mean", "extras_with", "install_command", "printable", "show_bytes"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from attnres.conversion.verify import FunctionComparison
-from attnres.utils.files import show_bytes
+from attnres.utils.wording import show_bytes
 
 from .checkpoints import INDEX, change_json, convert, convert_well, logits_of, save_tokenizer
 
