@@ -26,7 +26,7 @@ check: lint
 # .ci/run chooses the slow tests too.
 MARKS = not slow
 test: .venv/test.installed
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "$(MARKS)" --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "$(MARKS)" --numprocesses 3 --dist worksteal
 
 # The type checker needs the types of torch and transformers, so the whole environment.
 lint: .venv/test.installed
