@@ -85,7 +85,7 @@ def inspect(
         if others := [flag(name) for name in given_options(context) if name not in ("serve", "out")]:
             raise typer.BadParameter(f"{' and '.join(others)} {'needs' if len(others) == 1 else 'need'} MODEL.")
         with loading():
-            from .serving import serve as serve_report
+            from .report_server import serve as serve_report
         serve_report(out)
         return
     if compare is None and compare_revision is not None:
@@ -104,7 +104,7 @@ def inspect(
             raise typer.BadParameter(f"{path} lies in --out {out}, which would be replaced: choose another directory.")
     with loading():
         from .inspect import InspectedSource, run_inspect
-        from .serving import serve as serve_report
+        from .report_server import serve as serve_report
     shared = {"tokenizer": tokenizer, "dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
     models = [(model, revision), (compare, compare_revision)]
     run_inspect(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnres.commands.serving import ReportServer
+from attnres.commands.report_server import ReportServer
 
 from .. import forks
 
@@ -167,7 +167,7 @@ def test_a_text_browser_gets_the_page_while_it_is_waited_for(folder, tmp_path):
         "except OSError as error:\n"
         "    print(error)\n"
     )
-    code = "import pathlib, sys\nfrom attnres.commands.serving import serve\nserve(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys\nfrom attnres.commands.report_server import serve\nserve(pathlib.Path(sys.argv[1]))"
     environment = os.environ | {"BROWSER": f"{sys.executable} {browser} %s"}
     with forks.start("-c", code, folder, env=environment) as process:
         assert process.stdout.readline().endswith("/report.html  (Ctrl-C ends it)\n")
