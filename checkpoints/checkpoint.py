@@ -26,6 +26,7 @@ from transformers.utils import (
 
 from attnres import AttnResKimiK3Config
 from attnres.kimi_linear_configuration_attnres import is_kimi_k3
+from attnres.kimi_tokenizer import read_kimi_tokenizer
 from attnres.loading_attnres import check_files
 from attnres.saving_attnres import complete_save
 from attnres.utils.errors import about
@@ -33,7 +34,6 @@ from attnres.utils.hub import ADAPTER_CONFIG, check_no_lone_adapter, check_path
 from attnres.utils.model_files import RECORD, SIDE_FILES, TOKENIZER_FILES
 from attnres.utils.quiet import quiet_transformers
 
-from .kimi_tokenizer import read_kimi_tokenizer
 from .pickles import read_pickle_shapes
 from .shards import DTYPES, Shard, StoredTensor, read_pieces, read_shard
 from .sizes import check_sizes

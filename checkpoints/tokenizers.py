@@ -17,10 +17,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedCo
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import CONFIG_NAME, TRANSFORMERS_DYNAMIC_MODULE_NAME
 
+from attnres.kimi_tokenizer import read_kimi_tokenizer
 from attnres.utils.model_files import TOKENIZER_FILES
 from attnres.utils.quiet import quiet_transformers
 
-from .kimi_tokenizer import read_kimi_tokenizer
 from .sizes import check_sizes
 from .source_files import AUTO_MAP, read_object
 

@@ -34,7 +34,10 @@ from .kimi_k3_attnres import (
     AttnResKimiK3Model,
 )
 from .kimi_k3_configuration_attnres import AttnResKimiK3Config
+from .kimi_k3_images_attnres import AttnResKimiK3ImageProcessor
+from .kimi_k3_processor_attnres import AttnResKimiK3Processor
 from .kimi_linear_configuration_attnres import AttnResConfig
+from .kimi_tokenizer import load_kimi_tokenizer
 from .modeling_attnres import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
@@ -204,6 +207,13 @@ if not IS_KNOWN:  # otherwise the Auto classes keep those of `transformers`
     transformers.AutoConfig.register(AttnResKimiK3Config.model_type, AttnResKimiK3Config, exist_ok=True)
 for _auto_class, _name in AttnResKimiK3Model.auto_classes.items():
     getattr(transformers, _auto_class).register(AttnResKimiK3Config, globals()[_name], exist_ok=True)
+# The same class for both kinds: it does without torchvision.
+_image_classes = dict.fromkeys(("pil", "torchvision"), AttnResKimiK3ImageProcessor)
+transformers.AutoImageProcessor.register(AttnResKimiK3Config, image_processor_classes=_image_classes, exist_ok=True)
+transformers.AutoProcessor.register(AttnResKimiK3Config, AttnResKimiK3Processor, exist_ok=True)
+# As above: a saved processor has a tokenizer of `transformers`, and needs no reader of a release.
+# pyrefly: ignore[bad-assignment]
+AttnResKimiK3Processor._load_tokenizer_from_pretrained = classmethod(load_kimi_tokenizer)
 for _backbone, _sublayers in BACKBONES.items():
     if _backbone != AttnResConfig.backbone:
         add_backbone(_backbone, _sublayers)
@@ -288,7 +298,9 @@ __all__ = [
     "AttnResKimiK3ForCausalLM",
     "AttnResKimiK3ForSequenceClassification",
     "AttnResKimiK3ForTokenClassification",
+    "AttnResKimiK3ImageProcessor",
     "AttnResKimiK3Model",
+    "AttnResKimiK3Processor",
     "AttnResModel",
     "AttnResPreTrainedModel",
     "ResidualConfig",

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnres
 from attnres import AttnResForCausalLM, AttnResKimiK3ForCausalLM
-from attnres.checkpoints.kimi_tokenizer import K3_CHAT_TEMPLATE
 from attnres.configuration import load
 from attnres.conversion import retrofit
+from attnres.kimi_tokenizer import K3_CHAT_TEMPLATE
 from attnres.training.text import python_sources, train_tokenizer
 from attnres.utils import declared
 

@@ -1,5 +1,6 @@
-"""The code that Kimi K3 was released with has the same tokenizer and chat format, and reads what is written here."""
+"""The code that Kimi K3 was released with has the same tokenizer, chat format and images, and reads what is written."""
 
+import hashlib
 import json
 import random
 import re
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 from jinja2 import TemplateError
+from PIL import Image
 from transformers import AutoModelForCausalLM
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from attnres.checkpoints.kimi_tokenizer import K3_CHAT_TEMPLATE
+from attnres import AttnResKimiK3ImageProcessor
 from attnres.checkpoints.tokenizers import load_tokenizer
+from attnres.kimi_k3_images_attnres import RELEASED
+from attnres.kimi_tokenizer import K3_CHAT_TEMPLATE
 from attnres.training.data.chat import encode_chat
 
 from ..checkpoints.kimi_release import train_vocabulary, write_tokenizer
@@ -222,3 +226,50 @@ def test_the_released_code_reads_a_whole_release_of_a_tuned_model(python_with, r
         assert (seen["missing"], seen["unexpected"]) == ([], [])
         assert seen["quantization"] == ("mxfp4-pack-quantized" if options else None)
         assert (torch.tensor(seen["logits"]) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def draw(rng: random.Random, number: int, folder: Path) -> str:
+    """Write an image of a random size, mode and kind of file, and return its path."""
+    sizes = [(rng.randint(1, 40), rng.randint(1, 40)), (rng.randint(50, 900), rng.randint(50, 900))]
+    sizes += [(rng.randint(7000, 9000), rng.randint(1, 30)), (rng.randint(1, 30), rng.randint(7000, 9000))]
+    width, height = (4200, 3700) if number == 0 else rng.choice(sizes)
+    mode = ("RGBA", "LA", "P", "L", "RGB", "CMYK", "I;16", "1", "PA", "I")[number % 10]
+    if mode in ("I;16", "I"):
+        image = Image.frombytes(mode, (width, height), rng.randbytes(width * height * (2 if mode == "I;16" else 4)))
+        image = image if mode == "I;16" else image.point(lambda value: value * 0.0005)
+    else:
+        image = Image.frombytes("RGBA", (width, height), rng.randbytes(width * height * 4)).convert(mode)
+    options: dict[str, Any] = {"transparency": 7} if mode == "P" and rng.random() < 0.7 else {}
+    if mode == "RGB" and rng.random() < 0.5:
+        options = {"transparency": (0, 0, 0)}
+    suffix = {"CMYK": "jpg", "PA": "tiff", "I": "tiff"}.get(mode, "png")
+    if mode == "RGB" and rng.random() < 0.5:
+        exif = image.getexif()
+        exif[0x0112] = rng.randint(2, 8)
+        options, suffix = {"exif": exif}, "jpg"
+    image.save(path := folder / f"{number}.{suffix}", **options)
+    return str(path)
+
+
+@pytest.mark.parametrize("stage", ["after_resize", "before_resize"])
+def test_images_become_the_bytes_and_prompts_of_the_released_code(stage, python_with, run_session, tmp_path):
+    rng = random.Random(0)
+    paths = [draw(rng, number, tmp_path) for number in range(40)]
+    settings = RELEASED | {"transparent_bg_fill_stage": stage}
+    (given := tmp_path / "given.json").write_text(
+        json.dumps({"settings": {"media_proc_cfg": settings}, "paths": paths})
+    )
+    python = python_with("kimi-release", *REQUIREMENTS, dependencies=False)
+    released = run_session(python, "kimi_release_images_session.py", given)["images"]
+    assert sum(one is not None for one in released) >= 36
+    processor = AttnResKimiK3ImageProcessor(settings)
+    for path, theirs in zip(paths, released, strict=True):
+        if theirs is None:
+            with pytest.raises(ValueError, match=Path(path).name):
+                processor(path)
+            continue
+        seen = processor(path)
+        width, height = seen["image_sizes"][0].tolist()
+        assert seen["image_grid_thw"].tolist() == [theirs["grid"]], path
+        assert f"image {width}x{height}<" in theirs["prompt"]
+        assert hashlib.sha256(seen["pixel_values"].numpy().tobytes()).hexdigest() == theirs["digest"], path

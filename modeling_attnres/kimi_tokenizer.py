@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import CHAT_TEMPLATE_FILE, cached_file
 
 RANKS = "tiktoken.model"
@@ -21,6 +22,7 @@ _RELEASED_CLASS = "TikTokenTokenizer"
 # After the ranks follow this many control tokens. Those that `tokenizer_config.json` does not name are reserved.
 CONTROL_TOKENS = 256
 _OF_THE_RELEASED_CLASS = {"added_tokens_decoder", "auto_map", "tokenizer_class"}
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 _IF_THERE = {"_raise_exceptions_for_missing_entries": False}
 # Words as the release splits text before it merges bytes: Chinese characters apart from other letters, letters with the
 # character before them and an English ending, up to three digits, punctuation, line breaks, spaces.
@@ -143,4 +145,24 @@ def read_kimi_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **fields)
 
 
-__all__ = ["K3_CHAT_TEMPLATE", "RANKS", "read_kimi_tokenizer", "read_ranks"]
+def load_kimi_tokenizer(
+    processor_class: type[ProcessorMixin], kind: str, source: str | os.PathLike, **options: Any
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a processor, of a release without running its code.
+
+    Args:
+        processor_class: The class of the processor.
+        kind: The name of the tokenizer in the processor.
+        source: The folder or Hub id of a release or of a saved model.
+        options: Arguments of `AutoTokenizer.from_pretrained`, such as `revision`.
+
+    Returns:
+        The tokenizer.
+    """
+    hub = {key: options[key] for key in _HUB_OPTIONS if options.get(key) is not None}
+    if (released := read_kimi_tokenizer(source, get_tokenizer_config(source, **hub), **hub)) is not None:
+        return released
+    return ProcessorMixin._load_tokenizer_from_pretrained.__func__(processor_class, kind, source, **options)
+
+
+__all__ = ["K3_CHAT_TEMPLATE", "RANKS", "load_kimi_tokenizer", "read_kimi_tokenizer", "read_ranks"]

@@ -16,7 +16,7 @@ from attnres.checkpoints.side_files import copy_side_files
 from attnres.checkpoints.tokenizers import load_tokenizer
 from attnres.training.data.chat import IGNORED, encode_chat
 
-from .kimi_release import NAMES, ranks_of, train_vocabulary, write_tokenizer
+from ..checkpoints.kimi_release import NAMES, ranks_of, train_vocabulary, write_tokenizer
 
 TEXTS = [
     "The cat's mat isn't hers: 12345 words!\r\n\n",
