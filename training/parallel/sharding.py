@@ -20,6 +20,7 @@ from transformers.conversion_mapping import WeightConverter, get_model_conversio
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from attnres import AttnResKimiK3Config
 from attnres.checkpoints.whole import load_whole
 from attnres.utils.wording import counted
 
@@ -217,8 +218,11 @@ def _joins_tensors(source: str) -> bool:
 
     if is_sharded_checkpoint(source):
         return False
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if isinstance(config, AttnResKimiK3Config):
+        return False  # its class joins them before they are sharded, or stacks them along the axis that is sharded
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
+        model = AutoModelForCausalLM.from_config(config)
     return any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model, add_legacy=False))
 
 
