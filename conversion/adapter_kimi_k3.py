@@ -33,12 +33,11 @@ from attnres.utils.files import atomic_directory
 from attnres.utils.model_files import WRITTEN_ADAPTER
 
 _ROOT = "base_model.model."  # PEFT's prefix of all names
-# A part of the name of a module here -> the part in a released checkpoint.
-_RENAMED = {
-    r"\.self_attn\.forget_gate\.": ".self_attn.",
-    r"\.mlp\.(?!(?:gate|up|down)_proj)": ".block_sparse_moe.",
-}
-_OF_GATE = r"\.self_attn\.(?=f_[ab]_proj|A_log|dt_bias)"
+# A part of a name here, the same part in a released checkpoint, and a pattern of what follows it in either.
+_RENAMED = (
+    (".self_attn.forget_gate.", ".self_attn.", "(?=f_[ab]_proj|A_log|dt_bias)"),
+    (".mlp.", ".block_sparse_moe.", "(?!(?:gate|up|down)_proj)"),  # dense layers have `mlp` there too
+)
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123])\Z")
 _FACTOR = re.compile(r"(.+)\.lora_([AB])\.weight\Z")
 
@@ -119,14 +118,15 @@ def _factors(tensors: Mapping[str, Tensor], source: Path) -> tuple[Factors, dict
 
 
 def _released_name(name: str) -> str:
-    for pattern, part in _RENAMED.items():
-        name = re.sub(pattern, part, name)
+    for own, released, following in _RENAMED:
+        name = re.sub(re.escape(own) + following, released, name)
     return name
 
 
 def _own_name(name: str) -> str:
-    name = re.sub(_OF_GATE, ".self_attn.forget_gate.", name)
-    return name.replace(".block_sparse_moe.", ".mlp.")
+    for own, released, following in _RENAMED:
+        name = re.sub(re.escape(released) + following, own, name)
+    return name
 
 
 def _check(config: AttnResKimiK3Config, factors: Factors, others: Mapping[str, Tensor], source: Path) -> None:

@@ -122,6 +122,23 @@ def tiny_model(tiny_config) -> Callable[..., "AttnResForCausalLM"]:
     return build
 
 
+@pytest.fixture(scope="session")
+def tiny_kimi_k3(tmp_path_factory) -> Path:
+    """The folder of a Kimi K3 with 4 layers and 99 tokens, as `save_pretrained` writes it; tests must not change it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from attnres.configuration import load
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tiny-kimi-k3")
+    model = AutoModelForCausalLM.from_config(
+        load("attnres-k3-tiny", num_hidden_layers=4, vocab_size=TINY["vocab_size"])
+    )
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def token_ids() -> "torch.Tensor":
     """Two sequences of 11 tokens without special tokens, `[2, 11]`."""

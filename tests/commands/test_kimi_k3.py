@@ -139,9 +139,7 @@ def check_inspection(source: Path, text: Path, out: Path) -> None:
 def test_commands_take_a_release_with_its_own_tokenizer_as_it_is(tmp_path):
     """The table, the chat format and the control tokens of the release, without running its code."""
     source, chat = tmp_path / "k3", tmp_path / "chat.jsonl"
-    fields = release.text_fields(vocab_size=512)
-    packed, _ = release.pack_experts(release.random_tensors(fields))
-    release.write(source, fields | {"quantization_config": release.QUANTIZATION}, packed, vision=True)
+    release.write_packed(source, vision=True, vocab_size=512)
     write_tokenizer({character: byte for character, byte in BYTE_OF.items()}, source)
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Four."}]
     chat.write_text(f"{json.dumps({'messages': turns})}\n" * 24)

@@ -16,14 +16,6 @@ IDS = torch.arange(3, 51).view(2, 24)
 ROOT = "base_model.model.language_model."
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("kimi-k3")
-    AutoModelForCausalLM.from_config(load("attnres-k3-tiny", num_hidden_layers=4, vocab_size=99)).save_pretrained(path)
-    return path
-
-
 def base_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
@@ -44,9 +36,9 @@ def adapted_of(folder, **options):
 
 
 @pytest.fixture
-def released(folder, tmp_path):
+def released(tiny_kimi_k3, tmp_path):
     """The released form of an adapter on everything, and the model with the adapter."""
-    adapted = adapted_of(folder)
+    adapted = adapted_of(tiny_kimi_k3)
     adapted.save_pretrained(tmp_path / "own")
     convert_adapter(tmp_path / "own", tmp_path / "released", "released")
     return tmp_path / "released", adapted
@@ -59,20 +51,20 @@ def assert_close(found, expected):
 @pytest.mark.parametrize(
     "options", [{}, {"targets": ("gate_up_proj", "o_proj")}, {"targets": ("down_proj",)}, {"experts": False}], ids=str
 )
-def test_there_and_back_gives_the_same_logits(folder, tmp_path, options):
-    adapted = adapted_of(folder, **options)
+def test_there_and_back_gives_the_same_logits(tiny_kimi_k3, tmp_path, options):
+    adapted = adapted_of(tiny_kimi_k3, **options)
     expected = logits(adapted)
     adapted.save_pretrained(tmp_path / "own")
     convert_adapter(tmp_path / "own", tmp_path / "released", "released")
     convert_adapter(tmp_path / "released", tmp_path / "back", "attnres")
     with warnings.catch_warnings(action="error", category=RuntimeWarning):
-        back = load_adapter(base_of(folder), tmp_path / "back")
+        back = load_adapter(base_of(tiny_kimi_k3), tmp_path / "back")
     assert_close(logits(back), expected)
     sizes = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("own", "back")]
     assert {n: t.shape for n, t in sizes[0].items()} == {n: t.shape for n, t in sizes[1].items()}
 
 
-def test_each_released_matrix_has_its_own_adapter(folder, released, tmp_path):
+def test_each_released_matrix_has_its_own_adapter(tiny_kimi_k3, released, tmp_path):
     """The sum of each released matrix and its adapter is the matrix of the merged model in the released layout."""
     path, adapted = released
     fields = json.loads((path / "adapter_config.json").read_text())
@@ -82,7 +74,7 @@ def test_each_released_matrix_has_its_own_adapter(folder, released, tmp_path):
     tensors = load_file(path / "adapter_model.safetensors")
     assert f"{ROOT}model.layers.1.block_sparse_moe.experts.0.w1.lora_A.weight" in tensors
     merge_adapters(adapted).save_pretrained(tmp_path / "merged")
-    before, merged = (load_file(p / "model.safetensors") for p in (folder, tmp_path / "merged"))
+    before, merged = (load_file(p / "model.safetensors") for p in (tiny_kimi_k3, tmp_path / "merged"))
     adapters = {n.removesuffix(".lora_A.weight") for n in tensors if n.endswith(".lora_A.weight")}
     for name in adapters:
         weight = f"{name.removeprefix('base_model.model.')}.weight"
@@ -99,7 +91,7 @@ def test_each_released_matrix_has_its_own_adapter(folder, released, tmp_path):
     }
 
 
-def test_gate_and_up_of_others_may_have_factors_that_share_nothing(folder, released, tmp_path):
+def test_gate_and_up_of_others_may_have_factors_that_share_nothing(tiny_kimi_k3, released, tmp_path):
     path, _ = released
     tensors = load_file(path / "adapter_model.safetensors")
     torch.manual_seed(2)
@@ -109,9 +101,9 @@ def test_gate_and_up_of_others_may_have_factors_that_share_nothing(folder, relea
     save_file(tensors, path / "adapter_model.safetensors")
     convert_adapter(path, tmp_path / "back", "attnres")
     fields = json.loads((path / "adapter_config.json").read_text())
-    merged = merge_adapters(load_adapter(base_of(folder), tmp_path / "back"))
+    merged = merge_adapters(load_adapter(base_of(tiny_kimi_k3), tmp_path / "back"))
     merged.save_pretrained(tmp_path / "merged")
-    before, after = (load_file(p / "model.safetensors") for p in (folder, tmp_path / "merged"))
+    before, after = (load_file(p / "model.safetensors") for p in (tiny_kimi_k3, tmp_path / "merged"))
     weight = "language_model.model.layers.2.block_sparse_moe.experts.3.w3"
     a, b = (tensors[f"base_model.model.{weight}.lora_{factor}.weight"] for factor in "AB")
     expected = before[f"{weight}.weight"] + 2 * b @ a  # alpha is twice the rank
@@ -119,9 +111,9 @@ def test_gate_and_up_of_others_may_have_factors_that_share_nothing(folder, relea
     torch.testing.assert_close(after[f"{weight}.weight"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_strengths_of_others_may_be_given_by_whole_names(folder, tmp_path):
+def test_strengths_of_others_may_be_given_by_whole_names(tiny_kimi_k3, tmp_path):
     """PEFT matches patterns with names of the composite layout, which begin with `language_model`."""
-    adapted_of(folder, targets=("experts.down_proj",)).save_pretrained(tmp_path / "own")
+    adapted_of(tiny_kimi_k3, targets=("experts.down_proj",)).save_pretrained(tmp_path / "own")
     path = tmp_path / "released"
     convert_adapter(tmp_path / "own", path, "released")
     first, second = (f"language_model.model.layers.2.block_sparse_moe.experts.{i}.w2" for i in (1, 3))
@@ -137,7 +129,7 @@ def test_strengths_of_others_may_be_given_by_whole_names(folder, tmp_path):
         torch.testing.assert_close(stacked[..., expert], strength * tensors[f"base_model.model.{name}.lora_B.weight"])
 
 
-def test_an_adapter_of_another_base_is_refused(folder, released, tmp_path):
+def test_an_adapter_of_another_base_is_refused(tiny_kimi_k3, released, tmp_path):
     path, _ = released
     other = tmp_path / "other"
     config = load("attnres-k3-tiny", num_hidden_layers=4, vocab_size=99, hidden_size=64)
@@ -189,8 +181,11 @@ def test_a_damaged_adapter_and_one_that_is_no_lora_are_refused(released, tmp_pat
     assert not (tmp_path / "result").exists()
 
 
-def test_a_tensor_that_was_trained_whole_has_its_released_name(folder, released, tmp_path):
-    name, weight = "model.layers.1.mlp.gate.weight", torch.randn(base_of(folder).model.layers[1].mlp.gate.weight.shape)
+def test_a_tensor_that_was_trained_whole_has_its_released_name(tiny_kimi_k3, released, tmp_path):
+    name, weight = (
+        "model.layers.1.mlp.gate.weight",
+        torch.randn(base_of(tiny_kimi_k3).model.layers[1].mlp.gate.weight.shape),
+    )
     change_files(tmp_path / "own", lambda held: held.update({f"base_model.model.{name}": weight}))
     convert_adapter(tmp_path / "own", tmp_path / "there", "released")
     there = load_file(tmp_path / "there" / "adapter_model.safetensors")
@@ -199,10 +194,10 @@ def test_a_tensor_that_was_trained_whole_has_its_released_name(folder, released,
     assert torch.equal(load_file(tmp_path / "back" / "adapter_model.safetensors")[f"base_model.model.{name}"], weight)
 
 
-def test_layers_may_have_strengths_of_their_own(folder, tmp_path):
-    adapted_of(folder, targets=("o_proj",)).save_pretrained(tmp_path / "own")
+def test_layers_may_have_strengths_of_their_own(tiny_kimi_k3, tmp_path):
+    adapted_of(tiny_kimi_k3, targets=("o_proj",)).save_pretrained(tmp_path / "own")
     change_files(tmp_path / "own", alpha_pattern={"layers.1.self_attn.o_proj": 40})
-    expected = logits(load_adapter(base_of(folder), tmp_path / "own"))
+    expected = logits(load_adapter(base_of(tiny_kimi_k3), tmp_path / "own"))
     convert_adapter(tmp_path / "own", tmp_path / "released", "released")
     convert_adapter(tmp_path / "released", tmp_path / "back", "attnres")
-    assert_close(logits(load_adapter(base_of(folder), tmp_path / "back")), expected)
+    assert_close(logits(load_adapter(base_of(tiny_kimi_k3), tmp_path / "back")), expected)

@@ -111,9 +111,7 @@ def test_an_untuned_model_becomes_the_release_byte_for_byte(folders, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["composite", "text"])
 def test_a_release_that_was_converted_gives_its_parts_too(folders, tmp_path, layout):
-    fields = release.text_fields(quantization_config=release.QUANTIZATION)
-    packed, _ = release.pack_experts(release.random_tensors(release.text_fields()))
-    source = release.write(tmp_path / "source", fields, packed, layout=layout, vision=layout == "composite")
+    source = release.write_packed(tmp_path / "source", layout, layout == "composite")
     convert_well(source, tmp_path / "converted", "--no-verify")
     AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype="auto").save_pretrained(tmp_path / "text")
     for parts in (source, tmp_path / "converted"):

@@ -282,3 +282,10 @@ def write(
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
+
+
+def write_packed(folder: Path, layout: str = "composite", vision: bool = False, **changes: Any) -> Path:
+    """Write a release with random weights and packed experts; `changes` are those of [`text_fields`]."""
+    fields = text_fields(**changes)
+    packed, _ = pack_experts(random_tensors(fields))
+    return write(folder, fields | {"quantization_config": QUANTIZATION}, packed, layout, vision)

@@ -43,10 +43,7 @@ def _write_release(folder: Path, texts: list[str]) -> None:
     size = len(vocabulary)
     special = {"vocab_size": size + 256, "bos_token_id": size, "eos_token_id": size + 2, "pad_token_id": size + 255}
     layers = {"num_hidden_layers": 4, "full_attn_layers": [4], "kda_layers": [1, 2, 3]}
-    fields = release.text_fields(**special, **layers)
-    packed, _ = release.pack_experts(release.random_tensors(fields))
-    quantised = fields | {"quantization_config": release.QUANTIZATION}
-    release.write(folder, quantised, packed, vision=True)
+    release.write_packed(folder, vision=True, **special, **layers)
     write_tokenizer(vocabulary, folder)
 
 

@@ -206,10 +206,7 @@ def has_joined_text(messages: list[dict]) -> bool:
 @torch.no_grad()
 @pytest.mark.parametrize("options", [("--pack-experts",), ()], ids=["packed", "unpacked"])
 def test_the_released_code_reads_a_whole_release_of_a_tuned_model(python_with, run_session, tmp_path, options):
-    fields = release.text_fields(use_cache=False)
-    packed, _ = release.pack_experts(release.random_tensors(fields))
-    source = fields | {"quantization_config": release.QUANTIZATION}
-    release.write(tmp_path / "release", source, packed, vision=True)
+    release.write_packed(tmp_path / "release", vision=True, use_cache=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "release", dtype="auto")
     torch.manual_seed(0)
     for parameter in model.parameters():

@@ -15,15 +15,7 @@ from attnres.kimi_k3_packing_attnres import encode_mxfp4
 from attnres.residual_attnres import FamilyWarning
 from attnres.training.lora import add_adapters, load_adapter, merge_adapters
 
-from ..modeling_attnres.kimi_k3_release import QUANTIZATION, pack_experts, random_tensors, text_fields, write
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("kimi-k3")
-    AutoModelForCausalLM.from_config(load("attnres-k3-tiny", num_hidden_layers=4, vocab_size=99)).save_pretrained(path)
-    return path
+from ..modeling_attnres.kimi_k3_release import write_packed
 
 
 def base_of(folder, **options):
@@ -51,36 +43,36 @@ IDS = torch.arange(3, 51).view(2, 24)
 
 @pytest.mark.parametrize("shared_outer", [False, True])
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_peft_alone_reads_the_saved_adapter_and_computes_the_same(folder, tmp_path, shared_outer, implementation):
-    adapted = adapted_of(folder, shared_outer=shared_outer)
+def test_peft_alone_reads_the_saved_adapter_and_computes_the_same(tiny_kimi_k3, tmp_path, shared_outer, implementation):
+    adapted = adapted_of(tiny_kimi_k3, shared_outer=shared_outer)
     adapted.set_experts_implementation(implementation)
     with torch.no_grad():
-        expected, plain = adapted(IDS).logits, base_of(folder)(IDS).logits
+        expected, plain = adapted(IDS).logits, base_of(tiny_kimi_k3)(IDS).logits
     assert (expected - plain).abs().max() > 0.05 * plain.abs().max()
     adapted.save_pretrained(tmp_path)
-    by_peft = PeftModel.from_pretrained(base_of(folder), tmp_path)
+    by_peft = PeftModel.from_pretrained(base_of(tiny_kimi_k3), tmp_path)
     wrappers = [module for module in by_peft.modules() if isinstance(module, ParamWrapper)]
     assert wrappers and {type(module) for module in wrappers} == {ParamWrapper}
     merged = merge_adapters(copy.deepcopy(adapted))
-    for model in (by_peft, load_adapter(base_of(folder), tmp_path), merged):
+    for model in (by_peft, load_adapter(base_of(tiny_kimi_k3), tmp_path), merged):
         with torch.no_grad():
             assert (model(IDS).logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_an_adapter_of_a_larger_or_a_smaller_base_is_refused(folder, tmp_path):
+def test_an_adapter_of_a_larger_or_a_smaller_base_is_refused(tiny_kimi_k3, tmp_path):
     config = load("attnres-k3-tiny", num_hidden_layers=8, vocab_size=99)
     larger = [AutoModelForCausalLM.from_config(config) for _ in range(2)]
     add_adapters(larger[0], rank=4).save_pretrained(tmp_path / "larger")
-    adapted_of(folder).save_pretrained(tmp_path / "smaller")
-    for base, name in ((larger[1], "smaller"), (base_of(folder), "larger")):
+    adapted_of(tiny_kimi_k3).save_pretrained(tmp_path / "smaller")
+    for base, name in ((larger[1], "smaller"), (base_of(tiny_kimi_k3), "larger")):
         with pytest.raises(ValueError, match="is an adapter of another base model"):
             load_adapter(base, tmp_path / name)
 
 
-def test_gradients_are_those_of_peft(folder, tmp_path):
-    adapted = adapted_of(folder)
+def test_gradients_are_those_of_peft(tiny_kimi_k3, tmp_path):
+    adapted = adapted_of(tiny_kimi_k3)
     adapted.save_pretrained(tmp_path)
-    by_peft = PeftModel.from_pretrained(base_of(folder), tmp_path, is_trainable=True)
+    by_peft = PeftModel.from_pretrained(base_of(tiny_kimi_k3), tmp_path, is_trainable=True)
     for model in (adapted, by_peft):
         model(IDS, labels=IDS).loss.backward()
     expected = {name: parameter.grad for name, parameter in by_peft.named_parameters()}
@@ -90,8 +82,8 @@ def test_gradients_are_those_of_peft(folder, tmp_path):
             assert (parameter.grad - expected[name]).abs().max() <= 1e-4 * expected[name].abs().max() + 1e-9, name
 
 
-def test_no_copy_of_the_stacked_experts_is_made(folder):
-    adapted = adapted_of(folder)
+def test_no_copy_of_the_stacked_experts_is_made(tiny_kimi_k3):
+    adapted = adapted_of(tiny_kimi_k3)
     experts = adapted.get_base_model().model.layers[-1].mlp.experts.get_base_layer()
 
     stacks = {frozenset(weight.shape) for weight in experts.parameters()}
@@ -109,8 +101,8 @@ def test_no_copy_of_the_stacked_experts_is_made(folder):
     assert made and not stacks & {*made}
 
 
-def test_the_outer_factors_are_shared(folder):
-    adapted = add_adapters(base_of(folder), rank=4, expert_rank=2, shared_outer=True)
+def test_the_outer_factors_are_shared(tiny_kimi_k3):
+    adapted = add_adapters(base_of(tiny_kimi_k3), rank=4, expert_rank=2, shared_outer=True)
     experts = adapted.get_base_model().model.layers[-1].mlp.experts
     latent, width = experts.get_base_layer().hidden_dim, experts.get_base_layer().intermediate_dim
     down, gate_up = experts, experts.base_layer
@@ -118,16 +110,16 @@ def test_the_outer_factors_are_shared(folder):
     count = gate_up.num_experts
     assert shapes == [(2, latent), (2 * width, 2 * count), (2 * count, width), (latent, 2)]
     with pytest.raises(ValueError, match="`shared_outer` is for adapters of Kimi K3's experts"):
-        add_adapters(base_of(folder), shared_outer=True, experts=False)
+        add_adapters(base_of(tiny_kimi_k3), shared_outer=True, experts=False)
 
 
-def test_factors_of_each_expert_are_not_taken_for_shared_ones(folder, tmp_path):
-    adapted_of(folder).save_pretrained(tmp_path / "of each")
-    adapted = adapted_of(folder, shared_outer=True)
+def test_factors_of_each_expert_are_not_taken_for_shared_ones(tiny_kimi_k3, tmp_path):
+    adapted_of(tiny_kimi_k3).save_pretrained(tmp_path / "of each")
+    adapted = adapted_of(tiny_kimi_k3, shared_outer=True)
     adapted.save_pretrained(tmp_path / "shared")
     with pytest.raises(ValueError, match="has a factor for each expert, but experts share theirs"):
         adapted.load_adapter(tmp_path / "of each", "other")
-    again = adapted_of(folder, shared_outer=True)
+    again = adapted_of(tiny_kimi_k3, shared_outer=True)
     again.load_adapter(tmp_path / "shared", "other")
     again.set_adapter("other")
     with torch.no_grad():
@@ -136,9 +128,7 @@ def test_factors_of_each_expert_are_not_taken_for_shared_ones(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def packed_folder(tmp_path_factory):
-    fields = text_fields(quantization_config=QUANTIZATION)
-    packed, _ = pack_experts(random_tensors(fields))
-    return write(tmp_path_factory.mktemp("packed"), fields, packed)
+    return write_packed(tmp_path_factory.mktemp("packed"))
 
 
 @pytest.mark.parametrize("shared_outer", [False, True])

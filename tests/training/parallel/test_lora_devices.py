@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from attnres.configuration import load
 
 from ... import forks
-from ...modeling_attnres.kimi_k3_release import QUANTIZATION, pack_experts, random_tensors, text_fields, write
+from ...modeling_attnres.kimi_k3_release import write_packed
 from ..running import results
 from .test_many_devices import environment_of, read_weights
 
@@ -77,9 +77,7 @@ def models(assets, tmp_path_factory) -> Path:
         AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     (root / "shared").symlink_to(root / "kimi_k3")
-    fields = text_fields(quantization_config=QUANTIZATION, vocab_size=size)
-    packed, _ = pack_experts(random_tensors(fields))
-    tokenizer.save_pretrained(write(root / "packed", fields, packed))
+    tokenizer.save_pretrained(write_packed(root / "packed", vocab_size=size))
     return root
 
 

@@ -17,7 +17,7 @@ from attnres.training.parallel.sharding import _joins_tensors, check_fsdp2, make
 from attnres.training.recipe import Recipe, read_recipe
 from attnres.training.settings import ShardingSettings
 
-from ...modeling_attnres.kimi_k3_release import QUANTIZATION, pack_experts, random_tensors, text_fields, write
+from ...modeling_attnres.kimi_k3_release import write_packed
 from ..running import ACCELERATE_YAMLS
 
 
@@ -108,14 +108,10 @@ def test_a_model_that_one_process_holds_is_not_sharded():
     assert make_sharding(ShardingSettings(fsdp_size=1)) is None
 
 
-def test_a_release_of_kimi_k3_needs_no_copy_to_be_sharded(tiny_model, tmp_path):
+def test_a_release_of_kimi_k3_needs_no_copy_to_be_sharded(tiny_model, tiny_kimi_k3, tmp_path):
     """The copy would take the memory and the disk of the whole model. Kimi Linear's convolutions need it."""
-    for packed in (False, True):
-        fields = text_fields(num_hidden_layers=4, kda_layers=[1, 2, 3], full_attn_layers=[4])
-        tensors = random_tensors(fields)
-        fields |= {"quantization_config": QUANTIZATION} if packed else {}
-        write(tmp_path / str(packed), fields, pack_experts(tensors)[0] if packed else tensors)
-        assert not _joins_tensors(str(tmp_path / str(packed)))
+    for source in (tiny_kimi_k3, write_packed(tmp_path / "packed")):
+        assert not _joins_tensors(str(source))
     tiny_model().save_pretrained(tmp_path / "hybrid")
     assert _joins_tensors(str(tmp_path / "hybrid"))
 
