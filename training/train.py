@@ -26,9 +26,9 @@ from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
-from .callbacks import Display
 from .checkpoints import check_best, check_checkpoint
 from .data.sets import prepare_data
+from .display import Display
 from .launch import check_launch, read_launch
 from .parallel.pipeline import TrainingPipeline
 from .parallel.pipeline_trainer import PipelineTrainer, describe_pipeline

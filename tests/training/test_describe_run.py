@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres.conversion import retrofit
-from attnres.training.callbacks import show_share
 from attnres.training.data.blocks import DataSpec, load_blocks
 from attnres.training.data.sets import RunData
+from attnres.training.display import show_share
 from attnres.training.recipe import Recipe
 from attnres.training.report import describe_run
 

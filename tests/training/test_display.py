@@ -6,8 +6,8 @@ import pytest
 from torch.utils.data import DataLoader
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from attnres.training import callbacks as display_module
-from attnres.training.callbacks import Display
+from attnres.training import display as display_module
+from attnres.training.display import Display
 
 
 class Clock:
