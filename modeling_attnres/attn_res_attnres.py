@@ -8,6 +8,7 @@ fields. `attn_res_switches_attnres` derives the ablations from it.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -210,6 +211,14 @@ class AttnRes(ResidualConnection):
             # Under autocast the embedding is wider than an output; a block is summed in the wider of the two dtypes.
             return *sources, output.to(sources[0].dtype)
         return *sources[:-1], sources[-1] + output
+
+    def partial_sum(self, state: DepthState) -> Tensor:
+        """Return the last source `[batch, seq, hidden]`; see the base class."""
+        return as_sources(state)[-1]
+
+    def running_sum(self, state: DepthState) -> Tensor:
+        """Return the sum of the sources `[batch, seq, hidden]`; see the base class."""
+        return reduce(torch.add, as_sources(state))
 
     @classmethod
     def inference_plan(cls, model: nn.Module) -> Any:

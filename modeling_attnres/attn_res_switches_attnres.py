@@ -260,6 +260,22 @@ class SwitchedAttnRes(AttnRes):
             carried = [sources.pop(), output, *carried]
         return *super().write(tuple(sources), output), *carried
 
+    def partial_sum(self, state: DepthState) -> Tensor | None:
+        """Return the last source; `None` if blocks sum normed outputs. See the base class."""
+        return None if self.norms_blocks else super().partial_sum(self._sources_in(state))
+
+    def running_sum(self, state: DepthState) -> Tensor | None:
+        """Return the stream or the sum of the sources; `None` without either. See the base class."""
+        if self.is_gated:
+            return state[-1 - self.is_dynamic] if isinstance(state, tuple) else state
+        if self.norms_blocks or self.window is not None:
+            return None
+        return super().running_sum(self._sources_in(state))
+
+    def _sources_in(self, state: DepthState) -> DepthState:
+        """Return a state without the stream and the input of the previous sublayer."""
+        return state[: len(state) - self.is_gated - self.is_dynamic] if isinstance(state, tuple) else state
+
     def counts(self, is_windowed: bool = True) -> list[int]:
         """Return how many outputs each source sums up; the embedding counts as one."""
         sizes = (min(self.block_size, self.sublayer - i) for i in range(0, self.sublayer, self.block_size))

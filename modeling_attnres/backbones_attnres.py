@@ -18,13 +18,8 @@ from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .configuration_attnres import BACKBONES, ResidualConfig
-from .decoder_attnres import (
-    PooledByMask,
-    ResidualDecoderLayer,
-    ResidualHead,
-    ResidualLanguageModel,
-    ResidualModel,
-)
+from .decoder_attnres import ResidualDecoderLayer, ResidualModel
+from .heads_attnres import PooledByMask, ResidualHead, ResidualLanguageModel
 from .pretrained_attnres import ResidualPreTrainedModel
 
 _HEADS = {

@@ -119,5 +119,9 @@ class DCA(ResidualConnection):
             states = (first, oldest + next_one, *others)
         return states
 
+    def running_sum(self, state: DepthState) -> Tensor:
+        """Return the sum of the state's tensors, each an output or a sum of outputs; see the base class."""
+        return reduce(torch.add, state) if isinstance(state, tuple) else state
+
 
 __all__ = ["DCA", "DCAFields"]

@@ -1,4 +1,4 @@
-"""Residual connections on any decoder of `transformers`: mixins for its layer, its model and its heads.
+"""Residual connections on any decoder of `transformers`: mixins for its layer and its model.
 
 Each sublayer reads its input from the depth state and writes its output to it; after the last layer, the final norm
 reads its input. The state takes the place of `hidden_states` in the backbone's own loop over layers, so no hooks are
@@ -6,21 +6,17 @@ needed. `ResidualDecoderLayer.forward` is the way of the state through one layer
 """
 
 from collections.abc import Callable
-from dataclasses import fields
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers import PreTrainedModel
 
 from .configuration_attnres import ResidualConfig, Sublayers
 from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
+from .records_attnres import RECORDS, SUMS, requested, sums_of
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
 from .rows_attnres import find_documents, keep_apart, shape_of
 
@@ -315,19 +311,18 @@ class ResidualModel(ResidualPreTrainedModel):
 
         Args:
             args: the backbone's arguments.
-            record_to: a list to which the recorded depth weights are appended; the heads pass it.
+            record_to: a list to which the outputs are appended; the heads pass it to take their records from there.
             kwargs: the backbone's arguments.
 
         Raises:
             ValueError: the same layer is at two places of `layers`; a layer is another engine's placeholder, or in a
-                wrapper that would lose gradients; the rows cannot be prepared.
+                wrapper that would lose gradients; the rows cannot be prepared; the connection lacks a requested sum.
         """
         number = self.number_layers()
-        records = ("output_hidden_states", "output_depth_attentions")
-        is_recorded = any(kwargs.get(name) or getattr(self.config, name, False) for name in records)
+        records = requested(self.config, kwargs, ("hidden_states", *RECORDS))
         plan = None
         # Records are taken from calls of the connections, which a plan bypasses.
-        if not (is_recorded or torch.compiler.is_compiling()):
+        if not (records or torch.compiler.is_compiling()):
             # One connection is enough to ask: a plan checks that all have the same class.
             name = "training_plan" if torch.is_grad_enabled() else "inference_plan"
             make_plan = getattr(self._modules["output_attn_res_proj"], name, None)  # a pipeline stage may lack it
@@ -335,108 +330,17 @@ class ResidualModel(ResidualPreTrainedModel):
         # `zip` ends with `args`, the arguments that were given by position.
         arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
         # The backbone's loop passes extra arguments on to every layer, so `reader` reaches the layers.
-        outputs = super().forward(reader=DepthReader(self, plan, last=number - 1), **arguments)
-        if record_to is not None and "depth_attentions" in outputs:
-            record_to.append(outputs["depth_attentions"])
-        return outputs
-
-
-class ResidualHead(ResidualPreTrainedModel):
-    """Mixin of a backbone's model with a head, such as `LlamaForCausalLM`."""
-
-    model_class: type[ResidualModel]
-    base_model: ResidualModel
-
-    def __init__(self, config: ResidualConfig):
-        config.check_fields()
-        super().__init__(config)
-        # The backbone has made its decoder of a fixed class. The family's decoder takes over its modules, because its
-        # own `__init__` would initialise all weights twice. `PreTrainedModel.__init__` alone is needed: `transformers`
-        # registers the recorded outputs of a class there.
-        decoder = self.model_class.__new__(self.model_class)
-        PreTrainedModel.__init__(decoder, config)
-        vars(decoder).update(vars(self.base_model))
-        decoder.connect()
-        setattr(self, self.base_model_prefix, decoder)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(self, *args, **kwargs) -> ModelOutput:
-        """Run the model; see the backbone's own `forward` for arguments and result."""
-        recorded = []
-        # Pass `record_to` only on demand, because the loss function gets it too.
-        if kwargs.get("output_depth_attentions", getattr(self.config, "output_depth_attentions", False)):
-            kwargs["record_to"] = recorded
-        # `Trainer` expects a loss that is divided by the number of labels in all accumulated batches. The loss of a
-        # language model is. The other heads ignore that number, and return the mean over their batch.
-        total = None if self.can_generate() else kwargs.pop("num_items_in_batch", None)
-        outputs = super().forward(*args, **kwargs | {"return_dict": True})
-        if total is not None and outputs.get("loss") is not None:
-            share = (kwargs["labels"].ne(-100).sum() / total).to(outputs.loss.device)
-            # A batch without labels has the mean NaN; its share of all labels is zero.
-            outputs["loss"] = torch.where(share > 0, outputs.loss * share, 0.0)
-        outputs.depth_attentions = None
-        if recorded:
-            (outputs["depth_attentions"],) = recorded
-        return outputs
-
-
-class ResidualLanguageModel(ResidualHead):
-    """Mixin of a backbone's language model, such as `LlamaForCausalLM`."""
-
-    get_output_embeddings: Callable[[], nn.Linear]
-
-    # With its name and signature: tools of `transformers` look for a `generate` that is not of `GenerationMixin`.
-    @wraps(GenerationMixin.generate)
-    def generate(self, *args, **kwargs) -> Any:
-        """Generate text as `transformers` does; see there for arguments and result.
-
-        Raises:
-            ValueError: also with `assistant_early_exit`, if the output cannot read after fewer layers.
-        """
-        config = self.base_model.config
-        layers = config.num_hidden_layers
-        try:
-            # pyrefly: ignore[not-callable]  # the backbone's model is a `GenerationMixin`
-            return super().generate(*args, **kwargs)
-        except ValueError as error:
-            used = config.num_hidden_layers
-            if used == layers:
-                raise
-            raise ValueError(
-                f"`assistant_early_exit` is {used}, but this model cannot leave out later layers: {error} Generate "
-                "without `assistant_early_exit`."
-            ) from error
-        finally:
-            # For a draft `transformers` lowers the number, and does not restore it after an error.
-            config.num_hidden_layers = layers
-
-
-class PooledByMask(GenericForSequenceClassification, _AnyModel):
-    """Mixin of a sequence classifier that pools `inputs_embeds` at the last token that is not padding.
-
-    `transformers` finds padding by token id. For `inputs_embeds` it pools the last position, which is padding in a row
-    that is padded on the right.
-    """
-
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *args, **kwargs):
-        """Run the classifier; see `transformers`' own `forward` for arguments and result."""
-        embeddings = kwargs.get("inputs_embeds")
-        if embeddings is None or not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-            return super().forward(input_ids, attention_mask, *args, **kwargs)
-        labels = kwargs.pop("labels", None)
-        outputs = self.base_model(input_ids, attention_mask, *args, **kwargs)
-        batch_size, length = embeddings.shape[:2]
-        is_token = attention_mask[:, -length:] != 0  # (batch, length); with a cache, the mask covers earlier tokens too
-        # The product is largest at the last real token.
-        last = (torch.arange(length, device=is_token.device) * is_token).argmax(-1).to(embeddings.device)
-        hidden = outputs.last_hidden_state[torch.arange(batch_size, device=embeddings.device), last]
-        logits = self.score(hidden)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        names = {field.name for field in fields(SequenceClassifierOutputWithPast)} & outputs.keys()
-        return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
+        reader, sums = DepthReader(self, plan, last=number - 1), records.keys() & {*SUMS}
+        if not sums and record_to is None:
+            return super().forward(reader=reader, **arguments)
+        is_dict = arguments.pop("return_dict", None)
+        outputs = super().forward(reader=reader, **arguments, return_dict=True)
+        for name in sums:
+            connection: Any = self._modules["output_attn_res_proj"]
+            outputs[name] = sums_of(connection, name, outputs[name], records[name])
+        if record_to is not None:
+            record_to.append(outputs)
+        return outputs if (self.config.return_dict if is_dict is None else is_dict) else outputs.to_tuple()
 
 
 def _pack_values(state: DepthState, first_values: Tensor | None) -> tuple[Any, ...]:

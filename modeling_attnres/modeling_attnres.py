@@ -20,15 +20,10 @@ from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .configuration_attnres import Sublayers
-from .decoder_attnres import (
-    PooledByMask,
-    ResidualDecoderLayer,
-    ResidualHead,
-    ResidualLanguageModel,
-    ResidualModel,
-)
+from .decoder_attnres import ResidualDecoderLayer, ResidualModel
 from .delta_attention_attnres import DeltaAttention
 from .functional_attnres import accelerated
+from .heads_attnres import PooledByMask, ResidualHead, ResidualLanguageModel
 from .kimi_linear_configuration_attnres import AttnResConfig
 from .padding_attnres import Rows, read_rows
 from .pretrained_attnres import ResidualPreTrainedModel

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
-from inspect import signature
+from inspect import Parameter, signature
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from .loading_attnres import (
     stored_fields,
     warn_of_change,
 )
+from .records_attnres import RECORDS, SUMS
 from .residual_attnres import AddedModule, ResidualConnection, ResidualNorm, explain_source
 from .saving_attnres import complete_save, saved_whole, stage_in
 
@@ -44,8 +45,8 @@ _CLASS_NAMES = {
 }
 # Names of a layer's first sublayer. Its input is recorded as the layer's hidden state.
 FIRST_SUBLAYER = ("self_attention_res", "parallel_res")
-# The module with the mixins' `forward`. With remote code, both files are in another package.
-_MIXINS = f"{__name__.rpartition('.')[0]}.decoder_attnres"
+# The modules with the mixins' `forward`. With remote code, all files are in another package.
+_MIXINS = [f"{__name__.rpartition('.')[0]}.{name}_attnres" for name in ("decoder", "heads")]
 
 
 # A class of the family has its backbone's class after the mixin, so a type checker sees what all models have.
@@ -73,12 +74,12 @@ class ResidualPreTrainedModel(_AnyModel):
         # By default `transformers` would search the file of the class for the experts' decorator.
         cls._can_set_experts_implementation = backbone._can_set_experts_implementation
         _show_backbone_signature(cls)
-        # A connection returns the input (0) and the depth weights (1). `hidden_states` has the input of each layer and
-        # of the final norm; `transformers` replaces the last one by the norm's output.
-        record = partial(OutputRecorder, ResidualConnection)
-        first = partial(record, index=0, capture_initial_hidden_state=False)
-        reads = [first(layer_name=f"{name}_proj") for name in (*FIRST_SUBLAYER, "output_attn_res")]
-        own = {"hidden_states": reads, "depth_attentions": record(index=1)}
+        # A connection returns the input (0), the depth weights (1) and the state (2). `hidden_states` has the input of
+        # each layer and of the final norm; `transformers` replaces the last one by the norm's output.
+        record = partial(OutputRecorder, ResidualConnection, capture_initial_hidden_state=False)
+        layers = [f"{name}_proj" for name in (*FIRST_SUBLAYER, "output_attn_res")]
+        reads, states = ([record(index=index, layer_name=name) for name in layers] for index in (0, 2))
+        own = {"hidden_states": reads, "depth_attentions": record(index=1), **dict.fromkeys(SUMS, states)}
         cls._can_record_outputs = (getattr(cls, "_can_record_outputs", None) or {}) | own
         # FSDP2 derives a class from the model's, and so may a user. It goes into the tables that hold its base.
         bases = {base.__name__ for base in cls.__mro__[1:]}
@@ -295,8 +296,8 @@ def _add_class_name(names: dict[str, Any], model_class: type[ResidualPreTrainedM
 def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None:
     """Give `forward` the signature of the backbone's `forward`, because `generate` and `Trainer` read it."""
     family_forward, *inherited = (vars(c)["forward"] for c in model_class.__mro__ if "forward" in vars(c))
-    if family_forward.__module__ == _MIXINS:
-        backbone_forward = next(forward for forward in inherited if forward.__module__ != _MIXINS)
+    if family_forward.__module__ in _MIXINS:
+        backbone_forward = next(forward for forward in inherited if forward.__module__ not in _MIXINS)
 
         @wraps(backbone_forward)
         def forward(self, *args, **kwargs):
@@ -304,11 +305,20 @@ def _show_backbone_signature(model_class: type[ResidualPreTrainedModel]) -> None
 
         forward.__doc__ = (
             f"As [`{backbone_forward.__qualname__}`]; `output_depth_attentions` adds `depth_attentions`: the weights "
-            "`[sources, batch, seq]` with which each sublayer and the output read."
+            "`[sources, batch, seq]` with which each sublayer and the output read. `output_prefix_sums` and "
+            "`output_running_sums` add the sums `[batch, seq, hidden]` before each layer and before the output: of the "
+            "outputs in the current block, and of all outputs."
         )
+        shown = signature(backbone_forward)
+        own = [Parameter(f"output_{name}", Parameter.KEYWORD_ONLY, default=None) for name in RECORDS]
+        before = [p for p in shown.parameters.values() if p.kind != Parameter.VAR_KEYWORD]
+        after = [p for p in shown.parameters.values() if p.kind == Parameter.VAR_KEYWORD]
+        # `generate` passes on the arguments that the signature has.
+        # pyrefly: ignore[missing-attribute]
+        forward.__signature__ = shown.replace(parameters=[*before, *own, *after])
         model_class.forward = forward
         # Names of positional arguments. They are kept here because `inspect` cannot read them in a traced call.
-        model_class.argument_names = tuple(signature(backbone_forward).parameters)[1:]
+        model_class.argument_names = tuple(shown.parameters)[1:]
 
 
 __all__ = ["FIRST_SUBLAYER", "ResidualPreTrainedModel", "auto_map"]

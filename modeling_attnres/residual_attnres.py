@@ -299,6 +299,22 @@ class ResidualConnection(AddedModule):
         """Return the state after the write of the sublayer's output `[batch, seq, hidden]`."""
         raise NotImplementedError
 
+    def partial_sum(self, state: DepthState) -> Tensor | None:
+        """Return the sum `[batch, seq, hidden]` of the outputs in the current block, or `None` if it is not kept.
+
+        Where a block has just ended, it is the sum of that block; before the first output, the embedding.
+
+        Args:
+            state: the state after a read.
+        """
+
+    def running_sum(self, state: DepthState) -> Tensor | None:
+        """Return the sum `[batch, seq, hidden]` of all outputs, `v_0 + ... + v_{l-1}`, or `None` if it is not kept.
+
+        Args:
+            state: the state after a read.
+        """
+
     @classmethod
     def inference_plan(cls, model: nn.Module) -> Any:
         """Return an inference plan, which reads for all connections in a pass without gradients, or `None`.

@@ -30,5 +30,11 @@ class StandardResidual(ResidualConnection):
         """Add an output `[batch, seq, hidden]` to the running sum."""
         return state + output
 
+    def partial_sum(self, state: Tensor) -> Tensor:
+        """Return the running sum: a standard model is one block that never ends."""
+        return state
+
+    running_sum = partial_sum
+
 
 __all__ = ["StandardResidual"]

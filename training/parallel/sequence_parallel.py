@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel, EmbeddingParallel
 
 from attnres.decoder_attnres import DepthReader, ResidualDecoderLayer, ResidualModel
+from attnres.records_attnres import SUMS
 from attnres.residual_attnres import DepthState
 from attnres.rows_attnres import shape_of
 
@@ -240,13 +241,12 @@ def _split_pass(
         with sharding.splitting(split):
             outputs = forward(*args, **kwargs, return_dict=True, **{_SPLIT: split})
         outputs["last_hidden_state"] = gather(outputs.last_hidden_state, split, 1, sharding.feeds_head)
-        records = {"hidden_states": 1, "depth_attentions": 2}  # name -> dimension of the tokens
+        # Name -> dimension of the tokens.
+        records = {"hidden_states": 1, "depth_attentions": 2} | dict.fromkeys(SUMS, 1)
         for name, dim in records.items():
             if outputs.get(name) is not None:
-                outputs[name] = tuple(gather(record, split, dim, False) for record in outputs[name])
-        # The head takes the depth weights from this list, where the decoder has put a rank's part of them.
-        if kwargs.get("record_to"):
-            kwargs["record_to"][-1] = outputs["depth_attentions"]
+                # In place, because the head takes our records from this object. `None` was not selected.
+                outputs[name] = tuple(r if r is None else gather(r, split, dim, False) for r in outputs[name])
         return outputs if is_dict else outputs.to_tuple()
 
     return forward_split

@@ -52,12 +52,20 @@ def train(model: PreTrainedModel, length: int, recompute: bool, parts: tuple[int
     for batch in batches(length):
         batch = {name: rows.chunk(parts[1])[parts[0]] for name, rows in batch.items()}
         count = (batch["labels"][:, 1:] != -100).sum()  # the sum of losses is the same in parts and in whole batches
-        outputs = model(**batch, use_cache=False, output_hidden_states=True, output_depth_attentions=True)
+        outputs = model(**batch, use_cache=False, **{f"output_{name}": True for name in records(model)})
         (outputs.loss * count).backward()
     result = {"logits": outputs.logits.detach(), "loss": outputs.loss.detach()}
-    for name in ("hidden_states", "depth_attentions"):
+    for name in records(model):
         result |= {f"{name} {i}": tensor.detach() for i, tensor in enumerate(outputs[name] or ()) if tensor is not None}
     return result | gradients(model)
+
+
+def records(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the records that the model's connection has."""
+    names, config = ["hidden_states", "depth_attentions"], model.config
+    if config.residual_connection == "attn_res":
+        names += ["prefix_sums"] if config.attn_res_window else ["prefix_sums", "running_sums"]
+    return tuple(names)
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
