@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from connection_facts import TITLES, run_rows  # beside this file
+
 from attnres import CONNECTIONS
 from attnres.utils.declared import DeclaredConnection, declared_connections, presets
 
@@ -39,6 +41,11 @@ def connections_table() -> str:
     return _table(titles, rows)
 
 
+def runs_table() -> str:
+    """Return the table of how each connection starts and runs."""
+    return _table(TITLES, run_rows(iter(own_connections())))
+
+
 def fields_table() -> str:
     """Return the table of the fields that belong to other connections than the default."""
     (default, _), *others = own_connections().values()
@@ -55,7 +62,7 @@ def float32_list() -> str:
 
 # Page -> the parts that are made, by the names of their marks.
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "docs/guides/connections.md": {"connections": connections_table, "fields": fields_table},
+    "docs/guides/connections.md": {"connections": connections_table, "runs": runs_table, "fields": fields_table},
     "docs/concepts/exactness.md": {"float32": float32_list},
 }
 

@@ -1,0 +1,89 @@
+"""Make the table of how each residual connection starts and runs, for `tables.py`.
+
+Most cells are found by building a small model. Two cannot be: whether the start is the paper's, which is written here,
+and where a connection was tested, which `tests/pages/test_connection_facts.py` compares with the tests.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer
+
+from attnres import CONNECTIONS
+from attnres.residual_attnres import ResidualConnection, residual_tensors
+
+# Connection -> how its start from scratch differs from the published one; "" if it does not.
+STARTS = {
+    "attn_res": "",
+    "dca": "a scale at 0, `w` at random; there `w` = 0, which gets no gradient",
+    "denseformer": "",
+    "frac_connections": "",
+    "gated_residual": "gates at 1, gains apart; there at random",
+    "highway": "",
+    "hyper_connections": "",
+    "identity_hc": "as `mhc`",
+    "laurel": "",
+    "mhc": "`H_res` near the identity; the paper does not give its start",
+    "mhc_lite": "as `mhc`",
+    "muddformer": "",
+    "post_norm": "",
+    "residual_scalars": "0; nanochat's with `residual_scalars_start`",
+    "scaled": "outputs times 1; LayerScale's 0.1 or less with `scaled_start`",
+    "standard": "",
+}
+# Connections that tests run in pipelines of several processes, and with a sequence that is sharded among them.
+PIPELINES = {"attn_res", "denseformer", "gated_residual", "mhc", "standard"}
+SEQUENCES = {"attn_res", "denseformer", "mhc"}
+
+
+def run_rows(names: Iterator[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table, for the connections of these names.
+
+    Args:
+        names: names of connections.
+    """
+    for name in names:
+        model = _build(name)
+        connection = model.base_model.get_submodule("output_attn_res_proj")
+        trained = residual_tensors(model)
+        decaying = {n.rpartition(".")[2] for n in Trainer.get_decay_parameter_names(None, model) if n in trained}
+        yield (
+            f"`{name}`",
+            (STARTS[name] or "the paper's") if trained else "no tensors",
+            ", ".join(f"`{tensor}`" for tensor in sorted(decaying)) or "-",
+            "tested" if name in PIPELINES else "yes",
+            "tested" if name in SEQUENCES else "yes",
+            ", ".join(_sums(connection)) or "-",
+            "yes" if "lower" in CONNECTIONS[name].measured or name == "standard" else "no",
+        )
+
+
+TITLES = (
+    "name",
+    "start from scratch",
+    "decays with `Trainer` alone",
+    "in pipelines",
+    "sharded sequence",
+    "sums kept",
+    "compared here",
+)
+
+
+def _build(name: str) -> PreTrainedModel:
+    """Build a small Llama with a connection."""
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    fields = {"residual_connection": name, "num_hidden_layers": 2}
+    if name == "laurel":
+        fields["laurel_rank"] = 2
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("attnres_llama", **sizes, **fields))
+
+
+def _sums(connection: ResidualConnection) -> Iterator[str]:
+    """Yield the names of the sums that a connection keeps."""
+    state = torch.zeros(1, 1, 8)
+    for name, compute in (("partial", connection.partial_sum), ("running", connection.running_sum)):
+        if compute(state) is not None:
+            yield name
+
+
+__all__ = ["PIPELINES", "SEQUENCES", "STARTS", "TITLES", "run_rows"]
