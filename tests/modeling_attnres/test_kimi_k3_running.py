@@ -341,6 +341,25 @@ def test_situ_is_exact_at_all_sizes():
     assert situ(torch.tensor([float("nan")]), torch.tensor([1.0]), 4.0, 25.0).isnan()
 
 
+# gate, up -> SiTU with the bounds 4 and 25, and its derivatives by both: by mpmath, with 40 digits.
+SITU = {
+    (0.5, -2.0): (-0.61791982367011468, -1.456349434532991, 0.3076456093886522),
+    (-3.0, 7.0): (-0.82205815603503015, -0.59003463082657765, -0.11151622076712275),
+    (6.0, 40.0): (83.218390479500871, 4.359262900845884, 0.54364970631987363),
+    (-20.0, -100.0): (2.0595841834754968e-7, 2.059490674252915e-7, -1.1054617605235552e-11),
+}
+
+
+@pytest.mark.parametrize("width", [1, 600])  # one number, and rows that the compiled loops take where they are
+def test_situ_and_its_derivatives_are_those_of_mpmath(width):
+    for (gate, up), expected in SITU.items():
+        inputs = [torch.full((width,), number, requires_grad=True) for number in (gate, up)]
+        result = situ(*inputs, 4.0, 25.0)
+        result.sum().backward()
+        for actual, number in zip((result, *(x.grad for x in inputs)), expected, strict=True):
+            torch.testing.assert_close(actual.double(), torch.full((width,), number).double(), rtol=3e-6, atol=1e-10)
+
+
 @pytest.mark.parametrize("linear_beta", [25.0, None])
 def test_situ_has_second_derivatives_and_works_in_transforms(linear_beta):
     inputs = [torch.randn(9, generator=torch.Generator().manual_seed(i)).double().requires_grad_() for i in range(2)]

@@ -9,13 +9,15 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.fsdp import fully_shard
+from transformers import TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from attnres.conversion import retrofit
 from attnres.training.launch import Launch, check_launch, read_launch
-from attnres.training.parallel.sharding import _joins_tensors, check_fsdp2, make_sharding
+from attnres.training.parallel.sharding import _joins_tensors, check_fsdp2, describe_sharding, make_sharding
 from attnres.training.recipe import Recipe, read_recipe
 from attnres.training.settings import ShardingSettings
+from attnres.training.trainer import AttnResTrainer
 
 from ...modeling_attnres.kimi_k3_release import write_packed
 from ..running import ACCELERATE_YAMLS
@@ -101,6 +103,18 @@ def test_parameters_of_two_dtypes_are_refused_by_accelerates_fsdp2_without_mixed
     check_fsdp2(model.float())
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     check_fsdp2(model.bfloat16())
+
+
+def test_deepspeed_that_accelerate_ignores_on_cpus_is_refused(tiny_model, monkeypatch, tmp_path):
+    """Each process would train a whole model, and nothing would say so."""
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = AttnResTrainer(tiny_model(), Recipe("x", ("y",), "z", steps=1), arguments)
+    assert describe_sharding(trainer, None) == "1 process"
+    # As `accelerate launch` sets it, but here after the trainer is made, which with it would import DeepSpeed.
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(RuntimeError, match=r"told to shard the model by DeepSpeed, .* give ddp\.yaml") as error:
+        describe_sharding(trainer, None)
+    assert "\n" not in str(error.value)
 
 
 def test_a_model_that_one_process_holds_is_not_sharded():
