@@ -97,10 +97,11 @@ def _implementation_for(model: Decoder) -> Implementation | None:
 def _plan(model: Decoder, classes: tuple[type[nn.Module], type[nn.Module]], make_plan: Callable | None) -> Any:
     """Return the plan that a function makes of the model's reads, or `None`."""
     # A layer that is wrapped or compiled may not call its connections in the order of a plan.
-    if make_plan is None or any("sublayers" not in vars(layer) or is_compiled(layer) for layer in model.layers):
+    layers = getattr(model, "depth_layers", model.layers)  # a model of an earlier version has only these
+    if make_plan is None or any("sublayers" not in vars(layer) or is_compiled(layer) for layer in layers):
         return None
     # Of each read: the modules of its layer, the name of its connection, and the name of the module that runs next.
-    places = [(layer._modules, sublayer.name, sublayer.first) for layer in model.layers for sublayer in layer.sublayers]
+    places = [(layer._modules, sublayer.name, sublayer.first) for layer in layers for sublayer in layer.sublayers]
     places.append((model._modules, "output_attn_res", None))
     reads = [(modules[f"{name}_proj"], modules[f"{name}_norm"], modules.get(first)) for modules, name, first in places]
     connection, key_norm, _ = reads[-1]  # one is enough: a plan checks that all reads have the same classes

@@ -52,7 +52,7 @@ def attention_sinks(model: PreTrainedModel, batches: Batch | Iterable[Batch]) ->
         ValueError: There is no batch, or no sequence has two tokens; or the model's results are not finite.
     """
     model = family_member(model)
-    layers = decoder_of(model).layers
+    layers = decoder_of(model).depth_layers
     totals: list[Tensor | None] = [None] * len(layers)  # sums over tokens, [heads] for each layer
     uniform, num_queries, thread = 0.0, 0, threading.get_ident()
     with measuring(model), _eager(model), torch.no_grad():

@@ -107,7 +107,7 @@ def _count_sublayers(model: PreTrainedModel) -> int:
     """Count the sublayers that a pass runs, L."""
     # A user may have removed layers without changing the configuration. If there are more layers than the
     # configuration counts, a pass runs only the counted ones.
-    return min(len(decoder_of(model).layers), model.config.num_hidden_layers) * len(model.config.sublayers)
+    return min(len(decoder_of(model).depth_layers), model.config.num_hidden_layers) * len(model.config.sublayers)
 
 
 def _block_size(num_sources: Sequence[int]) -> int:

@@ -24,10 +24,11 @@ from transformers.utils import (
     WEIGHTS_NAME,
 )
 
-from attnres import AttnResKimiK3Config
+from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.kimi_linear_configuration_attnres import is_kimi_k3
 from attnres.kimi_tokenizer import read_kimi_tokenizer
 from attnres.loading_attnres import check_files
+from attnres.mtp_attnres import MultiTokenPrediction
 from attnres.saving_attnres import complete_save
 from attnres.utils.errors import about
 from attnres.utils.hub import ADAPTER_CONFIG, check_no_lone_adapter, check_path
@@ -139,6 +140,8 @@ class Checkpoint:
             config = CONFIG_MAPPING[model_type].from_dict(deepcopy(self.fields))
             if self.is_kimi_k3:
                 config.check_fields()
+        if isinstance(config, ResidualConfig) and self.has_weights:
+            MultiTokenPrediction.fit_config(config, self.entries)
         config.name_or_path = str(self.folder)
         for field in _FIELDS_OF_FILES:
             vars(config).pop(field, None)

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from attnres import AttnResKimiK3Config
+from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.loading_attnres import check_shapes
+from attnres.mtp_attnres import MultiTokenPrediction
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.errors import about
 from attnres.utils.quiet import quiet_transformers
@@ -47,9 +48,11 @@ def empty_model(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedM
         # A decoder that was saved by itself has tensors without the prefix that they have in a model with a head.
         prefix = f"{model.base_model_prefix}."
         heads = {name for name, _ in model.named_parameters() if not name.startswith(prefix)}
-        if any(name.startswith(prefix) or name in heads for name in checkpoint.entries):
-            return model
-        return AutoModel.from_config(config)
+        if not any(name.startswith(prefix) or name in heads for name in checkpoint.entries):
+            model = AutoModel.from_config(config)
+    if isinstance(config, ResidualConfig):
+        MultiTokenPrediction.fit(model, checkpoint.entries)
+    return model
 
 
 def check_complete(

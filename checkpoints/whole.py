@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from attnres.loading_attnres import added_by_kind, check_added, check_shapes
+from attnres.mtp_attnres import MultiTokenPrediction
 from attnres.residual_attnres import FamilyWarning
 from attnres.utils.errors import about
 from attnres.utils.memory import free_memory
@@ -44,14 +45,16 @@ def check_whole(model: nn.Module, missing: Collection[str], source: str, *, star
         model: The model as it was loaded.
         missing: The names in `missing_keys` of the loading report.
         source: The directory or Hub id, for the message.
-        starts_anew: Whether the tensors of its residual connections, gates and value residuals may be missing. Loading
-            then gives them their initial values.
+        starts_anew: Whether the tensors of its residual connections, gates and value residuals may be missing, and a
+            whole layer for multi-token prediction. Loading then gives them their initial values.
 
     Raises:
         ValueError: A tensor is missing. The message names one.
     """
     if starts_anew:
         missing = set(missing).difference(*added_by_kind(model))
+        ahead = MultiTokenPrediction.names(model)
+        missing -= ahead if ahead <= missing else set()
     if missing := sorted(missing):
         others = f" and {counted(len(missing) - 1, 'other tensor')}" if len(missing) > 1 else ""
         raise ValueError(f"{source} is incomplete: it lacks `{missing[0]}`{others}. Restore it from its source.")
@@ -187,7 +190,10 @@ def _check_before_loading(
         check_memory(needed, subject, "Use a smaller model, or a machine with more memory.")
     report = loading_report(checkpoint, model)
     check_shapes(report["mismatched_keys"], source)
-    unread = sorted(report["unexpected_keys"])
+    # `transformers` reads layers for multi-token prediction, which follow the last one, only to generate by them.
+    number = getattr(config, "num_nextn_predict_layers", None) or 0
+    ahead = tuple(f"model.layers.{config.get_text_config().num_hidden_layers + i}." for i in range(number))
+    unread = sorted(name for name in report["unexpected_keys"] if not name.startswith(ahead))
     if unread and not is_released(checkpoint, config):  # Kimi K3 says itself that it leaves out the vision tower
         tensors = counted(len(unread), "tensor")
         message = (
@@ -247,14 +253,14 @@ def load_whole(
     # Without this, `transformers` would ask whether it may run code that comes with the model.
     options.setdefault("trust_remote_code", False)
     chosen = _check_before_loading(auto_class, source, starts_anew=starts_anew, part=part, **options)
-    with nullcontext() if chosen is None else _reading_only(*chosen):
+    with nullcontext() if chosen is None else reading_only(*chosen):
         model, report = auto_class.from_pretrained(source, **options, output_loading_info=True)
     check_whole(model, report["missing_keys"], source, starts_anew=starts_anew)
     return model
 
 
 @contextmanager
-def _reading_only(model_class: type[PreTrainedModel], names: Collection[str]) -> Generator[None]:
+def reading_only(model_class: type[PreTrainedModel], names: Collection[str]) -> Generator[None]:
     """Make `from_pretrained` of a class read only these tensors while the block runs.
 
     `from_pretrained` makes a model on the meta device, and reads the tensors that its `state_dict` names. There is no
@@ -280,4 +286,5 @@ __all__ = [
     "check_source_sizes",
     "check_whole",
     "load_whole",
+    "reading_only",
 ]

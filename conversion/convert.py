@@ -29,6 +29,7 @@ from attnres.checkpoints.complete import check_complete, empty_model
 from attnres.checkpoints.shards import DTYPES, StoredTensor, copy_shard
 from attnres.checkpoints.side_files import copy_side_files
 from attnres.loading_attnres import added_by_kind
+from attnres.mtp_attnres import MultiTokenPrediction
 from attnres.pretrained_attnres import auto_map
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 from attnres.utils.errors import about
@@ -257,6 +258,7 @@ def prepare_retrofit(source: Checkpoint, residual: str = DEFAULT_CONNECTION, **o
         FileNotFoundError, RuntimeError: A tensor is missing, or its shape does not fit the configuration.
     """
     config = retrofit_config(source.config, residual, **options)
+    MultiTokenPrediction.fit_config(config, source.entries)
     is_quantized = getattr(source.config, "quantization_config", None) is not None
     if is_gated(config) and not is_gated(source.config) and is_quantized:
         raise ValueError(f"{source.folder} is quantised, and its gates would load as quantised. Convert the original.")

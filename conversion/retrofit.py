@@ -12,15 +12,19 @@ import os
 import warnings
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
-from typing import Any
+from copy import deepcopy
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, KimiLinearPreTrainedModel, PreTrainedModel
 
-from attnres import AttnResPreTrainedModel
-from attnres.checkpoints.whole import load_whole
+from attnres import AttnResPreTrainedModel, ResidualConfig
+from attnres.checkpoints.checkpoint import Checkpoint
+from attnres.checkpoints.whole import load_whole, reading_only
+from attnres.mtp_attnres import MtpLayer, MultiTokenPrediction
 from attnres.residual_attnres import FamilyWarning
+from attnres.utils.quiet import quiet_transformers
 
 from .family import DEFAULT_CONNECTION, added_tensors, retrofit_config, start_added
 
@@ -103,7 +107,7 @@ def retrofit_part(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, *
         TypeError, ValueError: As in [`retrofit`].
     """
     _check_plain(source, "a model")
-    config = retrofit_config(source.config, residual, **options)
+    config = config_for(source, residual, **options)
     _check_loaded(source)
     config.tie_word_embeddings = _is_tied(source)
     implementations = {
@@ -114,7 +118,10 @@ def retrofit_part(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, *
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=source.dtype, **implementations)
     added = added_tensors(model, source.config)
-    _share_tensors(model, source, added)
+    ahead = MultiTokenPrediction.names(model)
+    _share_tensors(model, source, {*added, *ahead})
+    if ahead:
+        _load_layer_ahead(model, source, ahead)
     start_added(model, source.config, source.dtype)
     for module_name in {name.rpartition(".")[0] for name in added}:
         model.get_submodule(module_name).to(_device_beside(source, module_name))
@@ -124,6 +131,32 @@ def retrofit_part(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, *
         module._is_hf_initialized = True
     model.generation_config = source.generation_config
     return model.train(source.training)
+
+
+def config_for(source: PreTrainedModel, residual: str = DEFAULT_CONNECTION, **options: Any) -> ResidualConfig:
+    """Return the configuration of a model's retrofit, with a layer for multi-token prediction if its checkpoint has it.
+
+    Args:
+        source: The model.
+        residual: As in [`retrofit`].
+        options: As in [`retrofit`].
+
+    Raises:
+        ValueError: As in [`retrofit`].
+    """
+    config = retrofit_config(source.config, residual, **options)
+    if MultiTokenPrediction.is_on(config):
+        try:
+            names = Checkpoint.open(source.name_or_path).entries if source.name_or_path else ()
+        except (OSError, ValueError) as error:
+            names = ()
+            message = (
+                f"the layer for multi-token prediction that the model's configuration names is left out, because "
+                f"{source.name_or_path} cannot be read ({error}). Retrofit the directory to keep it."
+            )
+            warnings.warn(message, FamilyWarning, stacklevel=3)
+        MultiTokenPrediction.fit_config(config, names)
+    return config
 
 
 def load_source(source: str, **options: Any) -> PreTrainedModel:
@@ -221,6 +254,27 @@ def _is_tied(source: PreTrainedModel) -> bool:
         if is_elsewhere and _is_one(parameter, head.weight):
             raise ValueError(f"the head of the model is one tensor with `{name}`. Give the head a separate tensor.")
     return _is_one(head.weight, embedding.weight) and head.weight.shape == embedding.weight.shape
+
+
+def _load_layer_ahead(model: Any, source: PreTrainedModel, names: set[str]) -> None:
+    """Put the layer for multi-token prediction into a model, which the source's class has left in its checkpoint.
+
+    Args:
+        model: The retrofit, whose layer is on the meta device.
+        source: The model that it is made from.
+        names: The names of the layer's tensors in the model.
+    """
+    layer: Any = MultiTokenPrediction.layer(model)
+    if source.name_or_path:
+        with quiet_transformers(), reading_only(type(model), names):
+            config = deepcopy(model.config)
+            part = type(model).from_pretrained(source.name_or_path, config=config, dtype=source.dtype)
+        layer.load_state_dict(cast(MtpLayer, MultiTokenPrediction.layer(part)).state_dict(), assign=True)
+    else:  # a new layer
+        layer.to_empty(device="cpu").to(source.dtype)
+        for module in layer.modules():
+            model._init_weights(module)
+    layer.to(source.device).requires_grad_(bool(model.config.mtp_loss_weight))
 
 
 def _is_one(tensor: Tensor, other: Tensor) -> bool:

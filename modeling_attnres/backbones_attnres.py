@@ -46,7 +46,12 @@ def config_on(backbone: str) -> type[ResidualConfig]:
     """Return the family's configuration class on a backbone, a model type of `BACKBONES`."""
     parent = CONFIG_MAPPING[backbone]
     doc = f"All fields of [`{parent.__name__}`] and of [`ResidualConfig`]."
-    config_class = _make(parent, BackboneConfig, __doc__=doc, model_type=f"attnres_{backbone}", backbone=backbone)
+    fields: dict[str, Any] = {}
+    if "num_mtp_layers" in getattr(parent, "__dataclass_fields__", ()):
+        # A model from scratch has a layer for multi-token prediction only if it is asked for.
+        fields = {"num_mtp_layers": 0, "__annotations__": {"num_mtp_layers": int}}
+    model_type = f"attnres_{backbone}"
+    config_class = _make(parent, BackboneConfig, __doc__=doc, model_type=model_type, backbone=backbone, **fields)
     config_class.register_for_auto_class()
     return config_class
 

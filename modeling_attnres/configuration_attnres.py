@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
+from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS, MTP
 from .functional_attnres import DEPTH_ATTENTION
 from .residual_attnres import FamilyWarning, ResidualConnection, is_number, one_of, require, require_value
 
@@ -94,7 +94,7 @@ BACKBONES: dict[str, Sublayers | Callable[[PreTrainedConfig], Sublayers]] = {
 
 
 # The names of the family's fields begin with one of these, or with `{name}_` of a connection.
-_PREFIXES = ("residual_", "depth_attention_", "attention_gate", "value_residual")
+_PREFIXES = ("residual_", "depth_attention_", "attention_gate", "value_residual", "mtp_")
 # Fields of backbones that hold a size, where a backbone has them.
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "head_dim",
@@ -212,6 +212,8 @@ class ResidualConfig(PreTrainedConfig):
         connection.check(self)
         for change in ATTENTION_CHANGES:
             change.check(self)
+        if MTP is not None:
+            MTP.check(self)
         # `transformers` turns the name in a file into a dtype, but a name may also be set later.
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
         is_dtype = self.dtype is None or isinstance(dtype, torch.dtype)
@@ -282,6 +284,6 @@ def _leaves(path: str, name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
         yield path, name, value
 
 
-for _declaring in (*CONNECTIONS.values(), *ATTENTION_CHANGES):
+for _declaring in (*CONNECTIONS.values(), *ATTENTION_CHANGES, *([MTP] if MTP else [])):
     for _field, _default in _declaring.fields.items():
         setattr(ResidualConfig, _field, _default)

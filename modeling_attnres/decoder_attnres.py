@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .configuration_attnres import ResidualConfig, Sublayers
-from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
+from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS, MTP
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
 from .records_attnres import RECORDS, SUMS, requested, sums_of
@@ -153,6 +153,7 @@ class DepthReader:
 
     def __init__(self, model: "ResidualModel | None" = None, plan: Any = None, last: int | None = None):
         self.model, self.plan, self.last = model, plan, last
+        self.output: Tensor | None = None  # after the last layer, the input of the final norm
 
     def read(self, owner: nn.Module, name: str, state: DepthState, first: str | None = None) -> tuple[Any, ...]:
         """Read the input of a sublayer.
@@ -194,14 +195,16 @@ class DepthReader:
         """
         if self.model is None or layer_idx != self.last:
             return state
-        return self.read(self.model, "output_attn_res", state)[0]
+        self.output = self.read(self.model, "output_attn_res", state)[0]
+        return self.output
 
 
 class ResidualModel(ResidualPreTrainedModel):
     """Mixin of a backbone's decoder, such as `LlamaModel`."""
 
     layer_class: type[ResidualDecoderLayer]
-    layers: nn.ModuleList
+    layers: nn.ModuleList  # the layers of the depth, and after them a layer for multi-token prediction if there is one
+    normed_for_mtp = True  # whether that layer reads the output of the final norm, and not its input
 
     def __init__(self, config: ResidualConfig):
         config.check_fields()
@@ -224,6 +227,8 @@ class ResidualModel(ResidualPreTrainedModel):
             layer.__class__ = self.layer_class
             layer.connect(config, sublayers, i)
         _add_connection(self, "output_attn_res", config, config.num_sublayers)
+        if MTP is not None:
+            MTP.add_to(self, ATTENTION_CHANGES)
         self.sublayers_per_layer = len(sublayers)
         self.built_with = added_fields(config)
         self.post_init()
@@ -268,6 +273,11 @@ class ResidualModel(ResidualPreTrainedModel):
             use_cache = getattr(self.config, "use_cache", None)
         return bool(use_cache) and not (self.training and getattr(self, "gradient_checkpointing", False))
 
+    @property
+    def depth_layers(self) -> list[Any]:
+        """The layers of the depth: all but a layer for multi-token prediction."""
+        return [layer for layer in self.layers if not getattr(layer, "predicts_ahead", False)]
+
     def number_layers(self) -> int:
         """Give every connection its index, since layers may have been removed or moved since the last pass.
 
@@ -277,7 +287,7 @@ class ResidualModel(ResidualPreTrainedModel):
         Raises:
             ValueError: a layer cannot run at its place.
         """
-        layers: list[Any] = [*self.layers]
+        layers = self.depth_layers
         if not all(_is_at(layer, i) for i, layer in enumerate(layers)):
             foreign = next((layer for layer in layers if not hasattr(layer, "layer_idx")), None)
             if foreign is not None:
@@ -306,12 +316,13 @@ class ResidualModel(ResidualPreTrainedModel):
             _set_index(output, index)
         return number
 
-    def forward(self, *args, record_to: list | None = None, **kwargs):
+    def forward(self, *args, record_to: list | None = None, final: Any = None, **kwargs):
         """Run the decoder; see the backbone's own `forward` for arguments and result.
 
         Args:
             args: the backbone's arguments.
             record_to: a list to which the outputs are appended; the heads pass it to take their records from there.
+            final: the receiver of what a layer for multi-token prediction reads; the heads pass it.
             kwargs: the backbone's arguments.
 
         Raises:
@@ -331,13 +342,16 @@ class ResidualModel(ResidualPreTrainedModel):
         arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
         # The backbone's loop passes extra arguments on to every layer, so `reader` reaches the layers.
         reader, sums = DepthReader(self, plan, last=number - 1), records.keys() & {*SUMS}
-        if not sums and record_to is None:
+        if not sums and record_to is None and final is None:
             return super().forward(reader=reader, **arguments)
         is_dict = arguments.pop("return_dict", None)
         outputs = super().forward(reader=reader, **arguments, return_dict=True)
         for name in sums:
             connection: Any = self._modules["output_attn_res_proj"]
             outputs[name] = sums_of(connection, name, outputs[name], records[name])
+        if final is not None:
+            state = outputs.last_hidden_state if self.normed_for_mtp else reader.output
+            final.state, final.arguments = state, arguments
         if record_to is not None:
             record_to.append(outputs)
         return outputs if (self.config.return_dict if is_dict is None else is_dict) else outputs.to_tuple()

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputW
 from transformers.utils import can_return_tuple
 
 from .configuration_attnres import ResidualConfig
+from .connections_attnres import MTP
 from .decoder_attnres import ResidualModel
 from .pretrained_attnres import ResidualPreTrainedModel
 from .records_attnres import RECORDS, requested
@@ -50,7 +51,10 @@ class ResidualHead(ResidualPreTrainedModel):
         # `Trainer` expects a loss that is divided by the number of labels in all accumulated batches. The loss of a
         # language model is. The other heads ignore that number, and return the mean over their batch.
         total = None if self.can_generate() else kwargs.pop("num_items_in_batch", None)
-        outputs = super().forward(*args, **kwargs | {"return_dict": True})
+        ahead = {} if MTP is None else MTP.reading(self, kwargs)
+        outputs = super().forward(*args, **kwargs | ahead | {"return_dict": True})
+        if MTP is not None and ahead:
+            MTP.add_loss(self, outputs, kwargs, **ahead)
         if total is not None and outputs.get("loss") is not None:
             share = (kwargs["labels"].ne(-100).sum() / total).to(outputs.loss.device)
             # A batch without labels has the mean NaN; its share of all labels is zero.
@@ -113,6 +117,13 @@ class ResidualLanguageModel(ResidualHead):
             self._steps.append({name: outputs[name] for name in RECORDS if name in outputs})
         # pyrefly: ignore[not-callable]  # the backbone's model is a `GenerationMixin`
         return super()._update_model_kwargs_for_generation(outputs, *args, **kwargs)
+
+    def _get_candidate_generator(self, generation_config: Any, *args, **kwargs) -> Any:
+        """Return the generator of drafts. For `use_mtp`, `transformers` would read the layer from the checkpoint."""
+        if MTP is None or not getattr(generation_config, "use_mtp", None):
+            # pyrefly: ignore[not-callable]  # the backbone's model is a `GenerationMixin`
+            return super()._get_candidate_generator(generation_config, *args, **kwargs)
+        return MTP.candidates(self, generation_config, kwargs["logits_processor"])
 
     def _assisted_decoding(self, *args, **kwargs) -> Any:
         """Decode with drafts as `transformers` does, but refuse records, which would include rejected drafts."""

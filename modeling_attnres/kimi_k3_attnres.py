@@ -35,6 +35,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
+from .connections_attnres import MTP
 from .delta_attention_attnres import DeltaAttention
 from .functional_attnres import accelerated
 from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
@@ -302,10 +303,8 @@ class KimiK3MoE(kimi_linear.KimiLinearMoE):
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
 
 
-class AttnResKimiK3DecoderLayer(AttnResDecoderLayer):
-    """Decoder layer of Kimi K3."""
-
-    delta_attention_class = KimiK3DeltaAttention
+class KimiK3DecoderLayer(kimi_linear.KimiLinearDecoderLayer):
+    """Decoder layer of Kimi K3 without residual connections, as for multi-token prediction."""
 
     def __init__(self, config: AttnResKimiK3Config, layer_idx: int):
         # Not Kimi Linear's `__init__`: it would allocate experts of another size.
@@ -317,6 +316,12 @@ class AttnResKimiK3DecoderLayer(AttnResDecoderLayer):
         self.mlp = KimiK3MoE(config) if config.mlp_layer_types[layer_idx] == "sparse" else KimiK3MLP(config)
         self.input_layernorm = kimi_linear.KimiLinearRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = kimi_linear.KimiLinearRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class AttnResKimiK3DecoderLayer(AttnResDecoderLayer, KimiK3DecoderLayer):
+    """Decoder layer of Kimi K3."""
+
+    delta_attention_class = KimiK3DeltaAttention
 
 
 class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
@@ -414,6 +419,8 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                     held[Path(file).name] = tensors.keys()
                 check_files(held)
             if state_dict is not None:
+                if MTP is not None:
+                    MTP.fit(model, state_dict)
                 names = [name for name in model.state_dict() if name not in (model.all_tied_weights_keys or ())]
                 check_own_names(names, state_dict)
                 state_dict = read_release(model.config, state_dict, isinstance(model, AttnResKimiK3ForCausalLM))

@@ -73,7 +73,7 @@ _SWITCHES = ("mla_use_output_gate", "use_full_rank_gate", "latent_moe_use_norm")
 # Fields that are not in this class and have no effect: releases, older releases of the same authors or `transformers`
 # have them, and this model needs no such number. Any other field that is not off is refused.
 _WITHOUT_EFFECT = (
-    "aux_loss_alpha", "ep_size", "head_dim", "model_max_length", "num_nextn_predict_layers", "pretraining_tp",
+    "aux_loss_alpha", "ep_size", "head_dim", "model_max_length", "pretraining_tp",
     "rope_parameters", "rope_scaling", "rope_theta", "seq_aux", "qk_head_dim", "output_router_logits",
     "_name_or_path", "attn_implementation", "experts_implementation", "name_or_path", "num_labels", "torch_dtype",
     "output_attentions", "pruned_heads", "torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict",
@@ -171,7 +171,7 @@ class AttnResKimiK3Config(AttnResConfig):
     """`True` or `None`: the router chooses experts by groups. Must not be `False` with several groups."""
 
     num_nextn_predict_layers: int | None = 0
-    """Number of layers for multi-token prediction in the checkpoint. They are not loaded."""
+    """Number of layers for multi-token prediction, 0 or 1. Loading sets it to 0 if the checkpoint holds none."""
 
     checkpoint_layout: str = COMPOSITE
     """Layout that `save_pretrained` writes: `"composite"` or `"text"`. It is not saved: a file shows its layout."""
@@ -373,7 +373,7 @@ class AttnResKimiK3Config(AttnResConfig):
         """Return the names of all fields that are not of another version."""
         connections = (name for connection in CONNECTIONS.values() for name in connection.fields)
         names = {*cls.attribute_map, *cls.attribute_map.values(), *connections, *GATE_FIELDS}
-        return {*cls.__dataclass_fields__, *_WITHOUT_EFFECT, *_OF_FILE, *names}
+        return {*cls.__dataclass_fields__, *_WITHOUT_EFFECT, *_OF_FILE, *names, "mtp_loss_weight"}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a released `config.json` has them; see [`encode`]."""
@@ -477,8 +477,8 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
         if value is not None or field.null is None:
             *path, name = field.released.split(".")
             (linear if path else text)[name] = value
-    if config.num_nextn_predict_layers:
-        text["num_nextn_predict_layers"] = 0  # they are not loaded, so a saved model has none
+    if getattr(config, "mtp_loss_weight", 0):
+        text["mtp_loss_weight"] = config.mtp_loss_weight
     if config.num_local_experts is None:
         text |= fields_without_experts(config.num_hidden_layers)
     if config.residual_connection != "attn_res":

@@ -124,9 +124,15 @@ def released_shapes(config: AttnResKimiK3Config) -> dict[str, tuple[int, ...]]:
         return {f"{owner}.{name}.weight": shape for name, shape in shapes.items()}
 
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    has_res = config.residual_connection == "attn_res"
-    for i, (attention, kind) in enumerate(zip(config.layer_types, config.mlp_layer_types)):
+    kinds = [*zip(config.layer_types, config.mlp_layer_types)]
+    kinds += [("full_attention", kinds[-1][1])] * (config.num_nextn_predict_layers or 0)
+    for i, (attention, kind) in enumerate(kinds):
         layer, owner = f"model.layers.{i}.", f"model.layers.{i}.self_attn."
+        is_ahead = i >= config.num_hidden_layers  # the layer for multi-token prediction
+        has_res = config.residual_connection == "attn_res" and not is_ahead
+        if is_ahead:
+            shapes |= {f"{layer}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            shapes[f"{layer}eh_proj.weight"] = (hidden, 2 * hidden)
         shapes |= {f"{layer}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
         for name in ("self_attention_res", "mlp_res") if has_res else ():
             shapes |= {f"{layer}{name}_proj.weight": (1, hidden), f"{layer}{name}_norm.weight": (hidden,)}
@@ -174,7 +180,7 @@ def released_shapes(config: AttnResKimiK3Config) -> dict[str, tuple[int, ...]]:
             for name in _EXPERT_WEIGHTS:
                 shape = (latent, expert_width) if name == "w2" else (expert_width, latent)
                 shapes[f"{moe}experts.{expert}.{name}.weight"] = shape
-    if has_res:
+    if config.residual_connection == "attn_res":
         shapes |= {"model.output_attn_res_proj.weight": (1, hidden), "model.output_attn_res_norm.weight": (hidden,)}
     shapes["model.norm.weight"] = (hidden,)
     return shapes if config.tie_word_embeddings else shapes | {"lm_head.weight": (vocab, hidden)}
@@ -225,7 +231,7 @@ def _text_part(tensors: Mapping[str, Any], layers: int) -> tuple[dict[str, Any],
 def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_head: bool = True) -> dict[str, Any]:
     """Return the text model's tensors of a released checkpoint, checked. Packed experts are decoded, or stay packed.
 
-    Tensors of a vision part and layers beyond the last one, of multi-token prediction, are left out and named once.
+    Tensors of a vision part and of layers beyond the last one are left out and named once.
     Tensors under the model's own names, as `Trainer` saves them in its checkpoints, are returned as they are; see
     [`check_own_names`].
 
@@ -241,7 +247,11 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
     """
     if any(map(_OWN_NAME.match, tensors)):
         return dict(tensors)
-    text, prefix = _text_part(tensors, config.num_hidden_layers)
+    text, prefix = _text_part(tensors, config.num_hidden_layers + (config.num_nextn_predict_layers or 0))
+    ahead = f"model.layers.{config.num_hidden_layers}."  # the layer for multi-token prediction
+    for copy in ("embed_tokens.weight", "shared_head.head.weight"):  # its copies of the model's own tensors
+        text.pop(f"{ahead}{copy}", None)
+    starts_ahead = not any(name.startswith(ahead) for name in text)
     experts = config.num_local_experts or 0
     if experts > len(text):  # before each is looked for: the number in a file may be huge
         raise ValueError(
@@ -292,7 +302,7 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
         elif name.startswith("model.layers.0.self_attention_res_"):
             # The first layer reads the embedding alone, and some programs omit its pair.
             result[name] = torch.zeros(shape) if "_proj" in name else torch.ones(shape)
-        else:
+        elif not (starts_ahead and name.startswith(ahead)):  # a new layer starts at random
             missing.append(prefix + name)
     packed = [prefix + name for name in text if name.endswith(_OF_QUANTIZED)]
     if packed:

@@ -45,7 +45,10 @@ class AttnResConfig(ResidualConfig, KimiLinearConfig):
         num_experts_per_tok: int
         topk_group: int
         num_labels: int
+        num_nextn_predict_layers: int | None
         v_head_dim: int
+    else:
+        num_nextn_predict_layers = 0  # not declared, so that a config.json holds it only if it was given
 
     def __post_init__(self, **kwargs):
         self.check_file({"hidden_act": self.hidden_act} | kwargs)

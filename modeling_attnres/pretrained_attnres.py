@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import OutputRecorder
 
 from .configuration_attnres import ResidualConfig
-from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS
+from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS, MTP
 from .loading_attnres import (
     added_by_kind,
     check_added,
@@ -197,6 +197,8 @@ class ResidualPreTrainedModel(_AnyModel):
             # By the class of the model: a config.json may hold the fields in another form than the configuration does.
             stored = cls.config_class.fields_of_file(stored_fields(source, **options))
             warn_of_change(model, stored, source, load_info)
+        if MTP is not None:
+            MTP.freeze(model)  # `transformers` makes new parameters of what it loads
         if _by_own_names(source or "", kwargs.get("subfolder", "")):
             # No renaming applied to these names, and a save would apply none either. Without the attribute, a save
             # derives the renamings from the model type.
@@ -207,12 +209,15 @@ class ResidualPreTrainedModel(_AnyModel):
     def _load_pretrained_model(
         model: PreTrainedModel, state_dict: Any, checkpoint_files: list[str] | None, load_config: Any, **kwargs: Any
     ) -> Any:
-        """Check that no tensor lies in two files, then load as `transformers` does.
+        """Check that no tensor lies in two files, and which layers there are, then load as `transformers` does.
 
         The name is private, but only there are the files known, which may have been downloaded.
         """
         if state_dict is None and checkpoint_files and len(checkpoint_files) > 1:
             check_files({Path(file).name: names_in(file, load_config.weights_only) for file in checkpoint_files})
+        if MTP is not None and not getattr(model, "_hf_peft_config_loaded", False):
+            files = checkpoint_files or () if state_dict is None else ()
+            MTP.fit(model, chain(state_dict or (), *(names_in(file, load_config.weights_only) for file in files)))
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
 
     @staticmethod

@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from .attention_change_attnres import AttentionChange
 from .configuration_attnres import ResidualConfig
-from .connections_attnres import ATTENTION_CHANGES
+from .connections_attnres import ATTENTION_CHANGES, MTP
 from .residual_attnres import FamilyWarning, ResidualConnection
 
 _HERE = Path(__file__).parent
@@ -40,22 +40,25 @@ def write_used_code(config: ResidualConfig, folder: Path) -> None:
     needed = {Path(file).stem for file in get_relative_import_files(getfile(type(config)))}
     changes = [c for c in ATTENTION_CHANGES if c.is_on(config) or c.__module__.rpartition(".")[2] in needed]
     connection = config.connection
-    for used in (connection, *changes):
+    mtp = MTP if MTP is not None and MTP.is_on(config) else None
+    for used in filter(None, (connection, *changes, mtp)):
         for name, text in _code_of(used).items():
             (folder / name).write_bytes(text.encode())
-    (folder / f"{_REGISTRY}.py").write_bytes(_registry(connection, changes).encode())
+    (folder / f"{_REGISTRY}.py").write_bytes(_registry(connection, changes, mtp).encode())
 
 
-def _registry(connection: type[ResidualConnection], changes: list[type[AttentionChange]]) -> str:
+def _registry(connection: type[ResidualConnection], changes: list[type[AttentionChange]], mtp: type | None) -> str:
     """Return the text of the registry of a saved copy."""
-    imports = sorted(f"from .{c.__module__.rpartition('.')[2]} import {c.__name__}" for c in (connection, *changes))
+    used = filter(None, (connection, *changes, mtp))
+    imports = sorted(f"from .{c.__module__.rpartition('.')[2]} import {c.__name__}" for c in used)
     names = ", ".join(change.__name__ for change in changes) + ("," if len(changes) == 1 else "")
     return "\n".join(
         (
-            '"""The residual connection of this model by name, and the changes of its attention."""\n',
+            '"""The residual connection of this model, the changes of its attention, and multi-token prediction."""\n',
             *imports,
             f"\nCONNECTIONS = {{{connection.name!r}: {connection.__name__}}}".replace("'", '"'),
-            f"ATTENTION_CHANGES = ({names})\n",
+            f"ATTENTION_CHANGES = ({names})",
+            f"MTP = {mtp and mtp.__name__}\n",
         )
     )
 

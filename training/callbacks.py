@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from attnres.analysis.watching import connections_of, measuring, watched
+from attnres.mtp_attnres import MultiTokenPrediction
 from attnres.rows_attnres import documents_by_signs
 
 from .measures import depth_attention_summary, device_name, flops_per_token, peak_flops
@@ -381,9 +382,18 @@ class ExpertBalance(LoggedCallback):
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """Return the routers of a model in order: the modules with a correction bias. A dense model has none."""
+    """Return the routers of a model in order: the modules with a correction bias. A dense model has none.
+
+    The router of a layer for multi-token prediction is among them only if that layer is trained.
+    """
+    ahead = MultiTokenPrediction.layer(model)
+    is_idle = ahead is not None and not any(parameter.requires_grad for parameter in ahead.parameters())
+    idle = {*ahead.modules()} if ahead is not None and is_idle else set()
     # Some models store the bias as a buffer, others as a parameter.
-    return [m for m in model.modules() if m._buffers.get(BIAS) is not None or m._parameters.get(BIAS) is not None]
+    has_bias = (
+        m for m in model.modules() if (m._buffers.get(BIAS) is not None) | (m._parameters.get(BIAS) is not None)
+    )
+    return [module for module in has_bias if module not in idle]
 
 
 def balance_step(bias: Tensor, load: Tensor, rate: float) -> None:
@@ -411,6 +421,27 @@ def load_balance(load: Tensor) -> tuple[Tensor, Tensor]:
     share = load.float() / load.sum()
     entropy = torch.special.entr(share).sum() / math.log(len(load)) if len(load) > 1 else torch.ones_like(share[0])
     return share.max() * len(load) - 1, entropy
+
+
+class LossAhead(LoggedCallback):
+    """A callback that logs `mtp_loss`, the loss of a layer for multi-token prediction, in nats/token."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    def add(self, loss: Tensor) -> None:
+        """Add the mean loss of a micro-batch."""
+        self._sum = loss if self._sum is None else self._sum + loss
+        self._count += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean since the last call, over the micro-batches of all processes; none without such a layer."""
+        if self._sum is None:
+            return {}
+        mean = reduce(self._sum / self._count, "mean")
+        self._sum, self._count = None, 0
+        return {"mtp_loss": mean.item()}
 
 
 class StopOnSignal(TrainerCallback):
@@ -472,6 +503,7 @@ __all__ = [
     "ExpertBalance",
     "Intervals",
     "LoggedCallback",
+    "LossAhead",
     "Monitor",
     "StopOnSignal",
     "balance_step",

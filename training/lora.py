@@ -24,6 +24,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from attnres import peft_modules_to_save
 from attnres.configuration.adapted import expert_rank_of, expert_weights, projections
+from attnres.mtp_attnres import MultiTokenPrediction
 from attnres.residual_attnres import FamilyWarning, residual_tensors
 from attnres.utils.extras import require_extra
 
@@ -141,6 +142,7 @@ def add_adapters(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         adapted = get_peft_model(model, config)
     take_more_adapters(adapted)
+    MultiTokenPrediction.freeze(model)  # without its loss, its adapters would have no gradient
     # PEFT keeps only LoRA's tensors in float32. In 16 bits small steps of a pseudo-query would be lost.
     for tensor in residual_tensors(adapted).values():
         if tensor.requires_grad and tensor.dtype in (torch.float16, torch.bfloat16):

@@ -29,7 +29,7 @@ from attnres.checkpoints.whole import Part, check_memory
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
-from attnres.conversion.retrofit import load_source, retrofit_part
+from attnres.conversion.retrofit import config_for, load_source, retrofit_part
 from attnres.residual_attnres import residual_tensors
 
 from .launch import HEAL, divide_batch
@@ -136,7 +136,7 @@ def prepare_source(recipe: Recipe, name: str) -> tuple[PreTrainedTokenizerBase, 
     if not source.is_named:
         return tokenizer, None
     special: dict[str, Any] = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
-    config = source.config(**special | {"vocab_size": len(tokenizer)} | recipe.config)
+    config = source.config(**special | {"vocab_size": len(tokenizer)} | recipe.config_fields)
     check_training_memory(recipe, config)
     return tokenizer, config
 
@@ -178,7 +178,12 @@ def check_model(recipe: Recipe, name: str) -> None:
             settings of generation cannot be read or saved, or it has the files of an adapter.
     """
     source = recipe.source
-    config = source.config(**recipe.config)
+    config = source.config(**recipe.config_fields)
+    if recipe.mtp_loss_weight and recipe.retrofit is None and not isinstance(config, ResidualConfig):
+        raise ValueError(
+            f"`mtp_loss_weight` of the recipe is {recipe.mtp_loss_weight:g}, but {recipe.model} is not a model of the "
+            "family: convert it by `attnres convert` first, or add 'retrofit={}'."
+        )
     if getattr(config, "packed_experts", False):
         if recipe.lora is None:
             raise ValueError(
@@ -279,7 +284,7 @@ def prepare_model(
             model = load_sharded(None, sharding, start, build)
         else:
             load = partial(load_sharded, sharding=sharding, start=start, build=build)
-            model = recipe.source.build(load, **_packed_if_frozen(recipe) | recipe.config)
+            model = recipe.source.build(load, **_packed_if_frozen(recipe) | recipe.config_fields)
     if recipe.lora is not None:
         from .lora import add_adapters  # here, since `peft` comes with an extra
 
@@ -323,10 +328,10 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     if config is not None:
         model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
     elif options is None:
-        model = recipe.source.build(starts_anew=True, part=part, **_packed_if_frozen(recipe) | recipe.config)
+        model = recipe.source.build(starts_anew=True, part=part, **_packed_if_frozen(recipe) | recipe.config_fields)
     else:
         loaded = None if part is None else partial(_part_of_retrofit, options, part)
-        model = recipe.source.build(load_source, starts_anew=True, part=loaded, **recipe.config)
+        model = recipe.source.build(load_source, starts_anew=True, part=loaded, **recipe.config_fields)
     if options is not None:
         # A retrofit of the whole model refuses one that is offloaded.
         model = retrofit(model, **options) if part is None else retrofit_part(model, **options)
@@ -341,7 +346,7 @@ def _packed_if_frozen(recipe: Recipe) -> dict[str, Any]:
 def _part_of_retrofit(options: dict[str, Any], part: Part, source: PreTrainedModel) -> frozenset[str]:
     """Return the names that `part` gives for the retrofit of a model: its layers decide how it is cut."""
     with torch.device("meta"):
-        return part(AutoModelForCausalLM.from_config(retrofit_config(source.config, **options)))
+        return part(AutoModelForCausalLM.from_config(config_for(source, **options)))
 
 
 __all__ = [

@@ -153,6 +153,9 @@ class Recipe:
         max_grad_norm: Gradients with a larger norm are scaled down to this norm. 0 turns this off.
         expert_balancing: The rate of [`attnres.training.callbacks.ExpertBalance`], which evens out the experts' load. 0
             turns balancing off.
+        mtp_loss_weight: The weight of the loss of a layer for multi-token prediction, which is added to the loss: 0.3
+            and later 0.1 in DeepSeek-V3. A model without such a layer gets a new one. By default the weight in the
+            model's configuration, which is 0 if it has none: a layer is kept then, and not trained.
         lora: Arguments of [`attnres.training.lora.add_adapters`]. Only adapters and residual tensors are trained then.
         merge: With `lora`, write the merged model beside the adapter.
         seed: The seed of the data's order and of everything random, such as new weights.
@@ -208,6 +211,7 @@ class Recipe:
     min_rate: Share = 0.0
     max_grad_norm: Factor = 1.0
     expert_balancing: Factor = 0.0
+    mtp_loss_weight: Factor | None = None
     lora: LoraSettings | None = None
     merge: StrictBool = False
     seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0
@@ -222,6 +226,13 @@ class Recipe:
     def source(self) -> ModelSource:
         """Return the model that the run starts from."""
         return ModelSource(self.model)
+
+    @property
+    def config_fields(self) -> dict[str, Any]:
+        """Return the fields of the model's configuration to set: `config`, and those that other keys stand for."""
+        weight = self.mtp_loss_weight
+        fields = {} if weight is None else {"mtp_loss_weight": weight}
+        return self.config | fields | ({"num_nextn_predict_layers": 1} if weight else {})
 
     @property
     def timeout(self) -> int:
@@ -260,6 +271,11 @@ class Recipe:
             raise ValueError(
                 "`lora` of the recipe does not work with `tp_size` of `distributed`, since PEFT does not cut adapters "
                 "as `transformers` cuts matrices: shard the model by `fsdp_size`, `ep_size` or `pipeline`."
+            )
+        if self.mtp_loss_weight and self.trainer.label_smoothing_factor:
+            raise ValueError(
+                "`mtp_loss_weight` of the recipe does not work with `trainer.label_smoothing_factor`, with which "
+                "`Trainer` computes the loss without the model: leave out one of them."
             )
         if self.distributed is not None and self.distributed.sequence_parallel and self.trainer.neftune_noise_alpha:
             raise ValueError(

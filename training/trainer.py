@@ -32,7 +32,7 @@ from attnres.configuration_attnres import ResidualConfig
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.token_ids import check_token_ids
 
-from .callbacks import ExpertBalance, Intervals, Monitor, StopOnSignal
+from .callbacks import ExpertBalance, Intervals, LossAhead, Monitor, StopOnSignal
 from .data import IGNORED
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
@@ -137,7 +137,8 @@ class AttnResTrainer(ResumableTrainer):
         if recipe.separate_documents:
             _check_separable(model, recipe)
         self.recipe = recipe
-        callbacks = [Intervals(), *self._callbacks()]
+        self._ahead = LossAhead()
+        callbacks = [Intervals(), *self._callbacks(), self._ahead]
         self.stopping = StopOnSignal(self)
         # The warning is about changing a layer's output in place, which nothing here does.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -227,11 +228,12 @@ class AttnResTrainer(ResumableTrainer):
     def compute_loss(self, model, inputs: dict[str, Any], return_outputs: bool = False, **kwargs):
         """Compute the loss of a batch, as `Trainer` does. Raise FloatingPointError if it is not finite."""
         documents = inputs.pop("documents", None)
-        result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        loss: Tensor = result[0] if return_outputs else result
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         if model.training:
             self._check_loss(loss.detach(), documents)
-        return result
+            if "mtp_loss" in outputs:
+                self._ahead.add(outputs["mtp_loss"])
+        return (loss, outputs) if return_outputs else loss
 
     def _check_loss(self, loss: Tensor, documents: Sequence[str] | None) -> None:
         """Raise FloatingPointError if the loss of a training batch is not finite."""

@@ -88,6 +88,11 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(
             "`pipeline` of the recipe does not carry the first layer's values: leave out `value_residual`."
         )
+    if len(decoder_of(model).depth_layers) < len(decoder_of(model).layers):
+        raise ValueError(
+            "`pipeline` of the recipe does not hold the layer for multi-token prediction: leave it out by "
+            "config.num_nextn_predict_layers=0."
+        )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
             "`pipeline` of the recipe cannot compute the routers' auxiliary loss, which reads the routers of all "

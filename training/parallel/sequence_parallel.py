@@ -119,6 +119,11 @@ def _check_model(model: PreTrainedModel) -> tuple[ResidualModel, DeviceMesh]:
         raise ValueError("sequence parallelism does not work beside expert parallelism: leave out `ep_size`.")
     if decoder.config.value_residual is not None:
         raise ValueError("sequence parallelism does not work with value residuals: use tensor parallelism alone.")
+    if len(decoder.depth_layers) < len(decoder.layers):
+        raise ValueError(
+            "sequence parallelism does not shard the layer for multi-token prediction: leave it out by "
+            "`num_nextn_predict_layers=0` in the model's configuration."
+        )
     if "forward" in vars(decoder):
         raise ValueError("this model is sequence parallel already, or another tool has replaced its `forward`.")
     return decoder, mesh
