@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from address import BRANCH, addresses  # mkdocs lets a hook import the modules beside it
+from entries import directives_of
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -119,6 +120,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.relpath(target, posixpath.dirname(here) or ".")
         return f"{link['image']}[{link['text']}]({path}{link['anchor'] or ''})"
 
+    markdown = directives_of(markdown)
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, _help_of_commands())
     markdown = _WARNING.sub(lambda box: "!!! warning\n\n" + box[1].replace("> ", "    "), markdown)

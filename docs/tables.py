@@ -3,7 +3,7 @@
     python docs/tables.py    # or `make tables`
 
 The first line of a file's docstring says what the connection is. Its class declares the rest, and the class of its
-fields says what each of them sets.
+fields says what each of them sets. The pages of the reference get a line for each entry, from its docstring.
 """
 
 import ast
@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from connection_facts import TITLES, run_rows  # beside this file
+from entries import PAGES, with_entries
 
 from attnres import CONNECTIONS
 from attnres.utils.declared import DeclaredConnection, declared_connections, presets
@@ -101,3 +102,5 @@ if __name__ == "__main__":
     for page in PARTS:
         path = ROOT / page
         path.write_text(with_parts(page, path.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in PAGES:
+        path.write_text(with_entries(path, path.read_text(encoding="utf-8")), encoding="utf-8")
