@@ -20,6 +20,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
 from .padding_attnres import Rows
+from .recording_attnres import RecordingLayer, last_real
 from .rows_attnres import is_start
 
 
@@ -153,29 +154,36 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
         projections = self.q_proj, self.k_proj, self.v_proj
         mixed = torch.cat([project(hidden_states) for project in projections], -1).transpose(1, 2)
         # Both states are `None` before the first token. (The oldest `transformers` has no `get_conv_state`.)
-        conv_state = state = None
-        if cache is not None and cache.has_previous_state(self.layer_idx):
+        conv_state = state = recorder = None
+        if cache is not None:
             states: Any = cache.layers[self.layer_idx]
-            conv_state, state = states.conv_states[0], states.recurrent_states[0]
-        is_step = length == 1 and conv_state is not None and order is None
+            if states.has_previous_state[0]:
+                conv_state, state = states.conv_states[0], states.recurrent_states[0]
+            recorder = states if isinstance(states, RecordingLayer) and states.record_past else None
+        is_step = length == 1 and conv_state is not None and order is None and recorder is None
         if is_step:
-            mixed = self.run_convolution(self.convolve_step, mixed, conv_state)
+            convolved = self.run_convolution(self.convolve_step, mixed, conv_state)
         else:
             if cache is not None:
                 # The kept tokens come before these: `[batch, channels, kernel + seq]`.
                 mixed = self._update_conv_state(cache, mixed, conv_state, None if order is None else rows.is_real)
-            mixed = self.run_convolution(self.convolve, mixed, seq_idx=rows.documents)[..., -length:]
+            convolved = self.run_convolution(self.convolve, mixed, seq_idx=rows.documents)[..., -length:]
         heads = batch, length, -1, self.head_dim
-        query, key, value = (part.view(heads) for part in mixed.transpose(1, 2).split(self.qkv_dim, dim=-1))
+        query, key, value = (part.view(heads) for part in convolved.transpose(1, 2).split(self.qkv_dim, dim=-1))
 
         g, beta = self.forget_gate(hidden_states), self.write_rate(hidden_states)
         if order is not None and rows.is_real is not None:
             # Padding neither forgets nor writes. (Zero inputs are not enough: their convolution sees real tokens.)
             is_padding = ~rows.is_real.unsqueeze(-1)
             g, beta = g.masked_fill(is_padding.unsqueeze(-1), 0), beta.masked_fill(is_padding, 0)
-        documents = {} if is_step else {"seq_idx": rows.documents, "cu_seqlens": rows.borders}
-        recurrence = self.step if is_step else self.chunk
-        output, state = recurrence(query, key, value, g, beta, state, cache is not None, **documents)
+        inputs = query, key, value, g, beta
+        if recorder is not None:
+            output, state = recorder.run(self.chunk, self.step, inputs, state, mixed, order, rows.is_real)
+        elif is_step:
+            output, state = self.step(*inputs, state, True)
+        else:
+            documents = {"seq_idx": rows.documents, "cu_seqlens": rows.borders}
+            output, state = self.chunk(*inputs, state, cache is not None, **documents)
         if cache is not None:
             # pyrefly: ignore[missing-attribute]  # asked for a state, the recurrence returns one
             cache.update_recurrent_state(state.float(), self.layer_idx)
@@ -215,9 +223,6 @@ class DeltaAttention(kimi_linear.KimiLinearDeltaAttention):
             return cache.update_conv_state(mixed, self.layer_idx, conv_kernel_size=size)
         before = mixed.new_zeros(*mixed.shape[:2], size) if conv_state is None else conv_state
         mixed = torch.cat((before, mixed), -1)
-        # A row has `size + count` tokens, where `count` is its number of real tokens. Keep the last `size`.
-        last = is_real.sum(1, keepdim=True) + torch.arange(size, device=mixed.device)  # (batch, kernel)
-        kept = mixed.gather(2, last.unsqueeze(1).expand(-1, mixed.shape[1], -1))
         # The cache keeps `size` tokens, so these replace its whole state.
-        cache.update_conv_state(kept, self.layer_idx, conv_kernel_size=size)
+        cache.update_conv_state(last_real(mixed, is_real, size), self.layer_idx, conv_kernel_size=size)
         return mixed

@@ -9,12 +9,13 @@ Differences from Kimi Linear in `transformers`:
 """
 
 import inspect
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import conversion_mapping
+from transformers import GenerationMixin, conversion_mapping
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
@@ -27,6 +28,7 @@ from .heads_attnres import PooledByMask, ResidualHead, ResidualLanguageModel
 from .kimi_linear_configuration_attnres import AttnResConfig
 from .padding_attnres import Rows, read_rows
 from .pretrained_attnres import ResidualPreTrainedModel
+from .recording_attnres import record_states
 from .rows_attnres import cache_of
 
 
@@ -62,6 +64,8 @@ class AttnResPreTrainedModel(ResidualPreTrainedModel, kimi_linear.KimiLinearPreT
 
     config: AttnResConfig
     _no_split_modules = ["AttnResDecoderLayer"]
+    # `generate` asks this to learn whether a cache can go back by some tokens. Those of the family can.
+    _is_stateful = False
     # The list of Kimi Linear since transformers 5.24, and `A_log`. In bfloat16, different routing biases become equal,
     # so tokens go to other experts. Decays, which multiply up over a sequence, are off by a percent.
     _keep_in_fp32_modules_strict = ["e_score_correction_bias", "gate.weight", "dt_bias", "A_log"]
@@ -90,6 +94,7 @@ class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinear
         if "linear_attention" not in kinds:
             return super().prepare_rows(arguments)
         dtype, makes_cache = self.embed_tokens.weight.dtype, self.makes_cache(arguments)
+        record_states(cache_of(arguments))
         arguments, rows = read_rows(arguments, self.config, dtype, makes_cache, kinds.index("linear_attention"))
         return arguments | {"rows": rows}
 
@@ -112,6 +117,28 @@ class AttnResForCausalLM(ResidualLanguageModel, AttnResPreTrainedModel, kimi_lin
                 "`generate` in place of `generate_batch`."
             )
         return super().init_continuous_batching(*args, **kwargs)
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # `transformers` reads the names of the arguments
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, next_sequence_length: int | None = None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Prepare the arguments of a pass as `transformers` does; leave out the tokens of a prompt that a cache holds.
+
+        The loop for drafted tokens passes the whole prompt. If the caller had read a part of it before, the model would
+        read that part twice.
+
+        Args:
+            input_ids: `[batch, tokens]`, the prompt with a draft, or all tokens so far.
+            next_sequence_length: number of tokens of the pass, if `transformers` knows it.
+            args: other arguments of `transformers`' function of this name.
+            kwargs: other arguments of `transformers`' function of this name.
+        """
+        cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
+        # Where a caller passes only new tokens, the mask is longer.
+        is_whole = cache is not None and isinstance(mask, Tensor) and mask.shape[1] == input_ids.shape[1]
+        if next_sequence_length is None and is_whole and 0 < cache.get_seq_length() < input_ids.shape[1]:
+            next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, *args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(

@@ -22,7 +22,7 @@ SHARED = {
 }
 OF_BACKBONE = {
     "llama": {"backbones"},
-    "kimi_linear": {"modeling", "kimi_linear_configuration", "delta_attention", "padding"},
+    "kimi_linear": {"modeling", "kimi_linear_configuration", "delta_attention", "padding", "recording"},
 }
 # Fields of a model on Llama -> the files of its connection and attention.
 USED = {
