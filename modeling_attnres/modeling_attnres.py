@@ -138,6 +138,7 @@ class AttnResForCausalLM(ResidualLanguageModel, AttnResPreTrainedModel, kimi_lin
         is_whole = cache is not None and isinstance(mask, Tensor) and mask.shape[1] == input_ids.shape[1]
         if next_sequence_length is None and is_whole and 0 < cache.get_seq_length() < input_ids.shape[1]:
             next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
+        # pyrefly: ignore[bad-argument-type]  # `transformers` types the model by a protocol
         return super().prepare_inputs_for_generation(input_ids, next_sequence_length, *args, **kwargs)
 
     @staticmethod
