@@ -255,7 +255,7 @@ class Checkpoint:
                 raise ValueError("it names no tensor")
             # `fspath` raises TypeError for a value that is not a text.
             return index | {"weight_map": {name: os.fspath(file) for name, file in index["weight_map"].items()}}
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise OSError(f"{path} is not an index of weights ({error!r}). Copy it again.") from error
 
     @property

@@ -49,8 +49,6 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise OSError(f"{path} is damaged (it is nested too deeply). Copy it again.") from error
     except ValueError as error:
         raise OSError(f"{path} is damaged ({error}). Copy it again.") from error
 

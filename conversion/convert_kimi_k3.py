@@ -292,7 +292,7 @@ def _read_record(source: Checkpoint) -> tuple[str, str] | None:
     text, prefix = record.get("text_of_config.json"), record.get("prefix_added")
     try:
         fields = json.loads(text) if isinstance(text, str) else None
-    except (RecursionError, ValueError):
+    except ValueError:
         fields = None
     if not isinstance(text, str) or not isinstance(fields, dict) or prefix not in ("", PREFIX):
         raise OSError(f"{path} is damaged. Copy it again, or remove it.")

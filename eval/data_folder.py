@@ -13,9 +13,9 @@ from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import yaml
+from huggingface_hub import metadata_load
 
 from attnres.utils.files import atomic_write
-from attnres.utils.yaml_files import load_card_metadata
 
 _ConfigFiles = dict[str, dict[str, list[str]]]  # configuration -> split -> the paths of its files
 
@@ -49,7 +49,7 @@ def files_of(folder: Path) -> list[Path]:
 def _configs(readme: Path) -> list[Any]:
     """Return the entry `configs` of the README's metadata."""
     try:
-        head = load_card_metadata(readme) or {}
+        head = metadata_load(readme) or {}
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{readme} cannot be read: {error}") from error
     configs = head.get("configs") or []

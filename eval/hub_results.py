@@ -18,7 +18,6 @@ from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml, parse_
 from attnres.utils.errors import about
 from attnres.utils.files import atomic_write
 from attnres.utils.hub import is_hub_id
-from attnres.utils.yaml_files import load_yaml
 
 if TYPE_CHECKING:
     from .rows import ReportRow, Shortened
@@ -191,7 +190,7 @@ def read_results(folder: Path) -> dict[Path, list[EvalResultEntry]]:
 def _read(path: Path) -> list[EvalResultEntry]:
     """Return the entries of a file. Any error has a note that names it."""
     with about(path, "Remove it; the same attnres eval command writes its files again."):
-        content = load_yaml(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
         # One by one, because the parser leaves out an entry that the Hub has refused.
         entries = [entry for item in content for entry in parse_eval_result_entries([item])]
         if not entries or len(entries) < len(content):

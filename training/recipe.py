@@ -372,16 +372,15 @@ def read_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     text, known = _read_text(path), _FIELDS.keys()
     content = _read_keys(text, path)
     changed = {}
-    for number, change in enumerate(changes):
+    for change in changes:
         key, equals, value = change.partition("=")
         if not equals:
             raise ValueError(f"{change!r} is not of the form key=value. A value with spaces needs quotes.")
         name, dot, inner = key.partition(".")
         try:
             parsed = parse_yaml(value, change, TextScalars if key in _AS_WRITTEN else UniqueKeys)
-        except ValueError:
-            _check_undivided(changes[number:])
-            raise
+        except ValueError as error:
+            raise ValueError(f"{error}. A value with spaces needs quotes.") from error
         if dot:
             outer = changed.get(name, content.get(name)) or {}
             if not isinstance(outer, dict):
@@ -441,17 +440,6 @@ def _read_text(path: str | Path) -> str:
             f"There is no file {path}, and no recipe of that name. The recipes are {', '.join(recipe_names())}."
         )
     return packaged.read_text(encoding="utf-8")
-
-
-def _check_undivided(changes: Sequence[str]) -> None:
-    """Raise ValueError if the first change is broken YAML only because the shell divided it at its spaces."""
-    for end in range(2, len(changes) + 1):
-        whole = " ".join(changes[:end])
-        try:
-            parse_yaml(whole.partition("=")[2], whole)
-        except ValueError:
-            continue
-        raise ValueError(f"The shell divides {whole} at its spaces: put it in quotes, '{whole}'.")
 
 
 __all__ = [

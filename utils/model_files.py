@@ -73,7 +73,7 @@ def _shards(folder: Path) -> set[str]:
     try:
         weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return {name for name in weight_map.values() if Path(name).suffix == ".safetensors"}
-    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):
+    except (AttributeError, KeyError, OSError, TypeError, ValueError):
         return set()
 
 

@@ -33,43 +33,22 @@ class TextScalars(UniqueKeys):
     }
 
 
-def load_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return the value of one YAML document.
-
-    Args:
-        text: The document.
-        loader: The class that constructs the values; a subclass can read more tags.
-
-    Returns:
-        The value of the document, None if it is empty.
-
-    Raises:
-        yaml.YAMLError: The text is not YAML. The error has a `problem` and a `problem_mark`.
-        ValueError: It is nested too deeply, or a value does not fit its tag. The message is one line that does not name
-            the file.
-    """
-    try:
-        return yaml.load(text, loader)
-    except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        # PyYAML's constructors raise these for `!!int ''`, `!!timestamp x` or `!!bool x`.
-        raise ValueError(f"a value does not fit its tag ({error!r})") from error
-
-
 def parse_yaml(text: str, place: str | Path, loader: type[yaml.SafeLoader] = UniqueKeys) -> Any:
     """Return the value of YAML that a user wrote.
 
     Args:
         text: The YAML.
         place: Where it stands, for the error message.
-        loader: As in [`load_yaml`].
+        loader: The class that constructs the values.
+
+    Returns:
+        The value, None if the text is empty.
 
     Raises:
         ValueError: It is not YAML. The message is one line that names the place.
     """
     try:
-        return load_yaml(text, loader)
+        return yaml.load(text, loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{place} is broken YAML: {' '.join(str(error).split())}") from error
 
@@ -79,36 +58,19 @@ def read_yaml(path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
     Args:
         path: The file.
-        loader: As in [`load_yaml`].
+        loader: The class that constructs the values; a subclass can read more tags.
 
     Returns:
         The value, None if the file is empty.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is not YAML in UTF-8, or [`load_yaml`] refuses it. The message is one line that names the file.
+        ValueError: It is not YAML in UTF-8. The message is one line that names the file.
     """
     try:
-        return load_yaml(Path(path).read_text(encoding="utf-8-sig"), loader)
+        return yaml.load(Path(path).read_text(encoding="utf-8-sig"), loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
-def load_card_metadata(path: Path) -> dict[str, Any] | None:
-    """Return the metadata at the head of a card (`README.md`), or None if it has none.
-
-    It does the same as `huggingface_hub.metadata_load`, with errors of one line.
-
-    Raises:
-        yaml.YAMLError, ValueError: [`load_yaml`] refuses it, the metadata is not a mapping, or the file is not UTF-8.
-    """
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
-
-    block = REGEX_YAML_BLOCK.search(Path(path).read_text(encoding="utf-8-sig"))
-    metadata = load_yaml(block[2]) if block else None
-    if not isinstance(metadata, dict | None):
-        raise ValueError("the metadata between `---` and `---` must be a mapping of names to values")
-    return metadata
-
-
-__all__ = ["TextScalars", "UniqueKeys", "load_card_metadata", "load_yaml", "parse_yaml", "read_yaml"]
+__all__ = ["TextScalars", "UniqueKeys", "parse_yaml", "read_yaml"]

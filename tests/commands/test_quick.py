@@ -88,7 +88,7 @@ CASES = [
     (("convert", "model", "out", "--to", "standard", "--residual", "standard"), 2, "--to and --residual exclude "),
     (("train", "heel"), 2, "There is no file heel, and no recipe of that name. The recipes are finetune, heal, "),
     (("train", "heal", "stepz=3"), 2, "Did you mean `steps`?"),
-    (("train", "heal", "retrofit={block_size:", "4}"), 2, ": put it in quotes, 'retrofit={block_size: 4}'."),
+    (("train", "heal", "retrofit={block_size:", "4}"), 2, "A value with spaces needs quotes."),
     (("train", "heal"), 2, "The recipe lacks `model` and `train` and `out`: give model=... train=... out=..."),
     (("train", "heal", "model=attnres-tinny", "train=a.txt", "out=out"), 1, "Did you mean `attnres-tiny`?"),
     (("train", "heal", "model=my-attnres", "train=a.txt", "out=out"), 1, "its cache here does not have it.\n"),

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from huggingface_hub import metadata_load
 from transformers import PreTrainedTokenizerBase
 from yaml import YAMLError
 
 from attnres.checkpoints.tokenizers import is_plain_fast
 from attnres.utils.extras import require_extra
-from attnres.utils.yaml_files import load_card_metadata
 
 from ..recipe import BAD_ROWS
 from .loaders import LOADERS, ROWS_AT_ONCE, TEXT_COLUMN, Document, check_column, describe_missing_column, kind_of
@@ -308,7 +308,7 @@ def _files_by_split(path: Path) -> DataFilesDict:
 def _names_configurations(readme: Path) -> bool:
     """Return whether the README of a folder lists its files under `configs`, as on the Hub."""
     try:
-        return readme.is_file() and "configs" in (load_card_metadata(readme) or {})
+        return readme.is_file() and "configs" in (metadata_load(readme) or {})
     except (ValueError, YAMLError) as error:
         raise ValueError(f"{readme} begins with metadata that cannot be read: {_one_line(error)}") from error
 

@@ -120,7 +120,7 @@ def load_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
         raise problem
     try:
         rows = json.loads(text.removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _broken_json(name, 1, error) from None
     has_surrogates = _SURROGATE.search(text) is not None
     for number, row in enumerate(rows, 1):
@@ -225,7 +225,7 @@ def _json_document(name: str, number: int, line: str) -> Document | ValueError:
         return problem
     try:
         row = json.loads(line.rstrip("\n"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return _broken_json(name, number, error)
     return _row_document(name, number, row, _SURROGATE.search(line) is not None)
 
@@ -254,7 +254,7 @@ def _is_one_object(name: str) -> bool:
         return False
     with _open(name) as file:
         text = file.read().strip()
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError):
         return "\n" in text and json.loads(text) is not None
     return False
 
@@ -266,11 +266,10 @@ def _describe_one_object(name: str) -> str:
     return f"{name} is JSON, but neither JSON Lines nor a list of rows.{question}"
 
 
-def _broken_json(name: str, first: int, error: Exception) -> ValueError:
+def _broken_json(name: str, first: int, error: ValueError) -> ValueError:
     if isinstance(error, json.JSONDecodeError):
         return ValueError(f"{name}:{first + error.lineno - 1}: broken JSON at column {error.colno}: {error.msg}.")
-    reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-    return ValueError(f"{name}:{first}: broken JSON: {reason}.")
+    return ValueError(f"{name}:{first}: broken JSON: {error}.")
 
 
 def _rows(batch: "pa.RecordBatch") -> Iterator[dict[str, Any] | UnicodeDecodeError]:
