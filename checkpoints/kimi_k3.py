@@ -7,7 +7,8 @@ Linear's model type in its `config.json`.
 import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from transformers.utils import CONFIG_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.kimi_k3_configuration_attnres import COMPOSITE
-from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, released_shapes
+from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, read_vision, released_shapes
 from attnres.kimi_k3_packed_attnres import NVFP4
+from attnres.kimi_k3_vision_configuration_attnres import is_of_vision
 from attnres.residual_attnres import FamilyWarning
 
 from .checkpoint import Checkpoint
@@ -105,21 +107,48 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
         ValueError: A tensor is missing, has another shape or dtype than it must have, or is packed where it may not
             be. The message names tensor and file.
     """
-    tensors = {name: _TensorInFile(checkpoint.where[name].path, entry) for name, entry in checkpoint.entries.items()}
-    with_head = has_head(checkpoint, config)
-    try:
-        # The parts that are left out are reported from the result of this function.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Left out of the checkpoint", FamilyWarning)
-            read_release(config, tensors, with_head)
-    except ValueError as error:
-        named = re.search("`([^`]+)`", str(error))
-        shard = checkpoint.where.get(named[1]) if named is not None else None
-        raise ValueError(f"{checkpoint.folder if shard is None else shard.source}: {error}") from error
+    tensors, with_head = _in_files(checkpoint), has_head(checkpoint, config)
+    # The parts that are left out are reported from the result of this function.
+    with _naming_the_file(checkpoint), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Left out of the checkpoint", FamilyWarning)
+        read_release(config, tensors, with_head)
     prefix = prefix_of(tensors)
     used = {prefix + name for name in released_shapes(config)}
     used |= {name + part for name in used for part in _PARTS}
     return frozenset(tensors.keys() - used)
+
+
+def check_vision(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> frozenset[str]:
+    """Check the vision part of a checkpoint, and return the names of its tensors; none where it has no such part.
+
+    Args:
+        checkpoint: The headers of the weights.
+        config: The configuration.
+
+    Raises:
+        ValueError: A tensor is missing, or has another shape or dtype than it must have. The message names tensor and
+            file.
+    """
+    if config.vision_config is None or not _has_vision(checkpoint.entries):
+        return frozenset()
+    with _naming_the_file(checkpoint):
+        return frozenset(read_vision(config, _in_files(checkpoint)))
+
+
+def _in_files(checkpoint: Checkpoint) -> dict[str, _TensorInFile]:
+    """Return the tensors of a checkpoint by name, whose values are read on demand."""
+    return {name: _TensorInFile(checkpoint.where[name].path, entry) for name, entry in checkpoint.entries.items()}
+
+
+@contextmanager
+def _naming_the_file(checkpoint: Checkpoint) -> Generator[None]:
+    """Add to an error on a tensor of a checkpoint the name of its file."""
+    try:
+        yield
+    except ValueError as error:
+        named = re.search("`([^`]+)`", str(error))
+        shard = checkpoint.where.get(named[1]) if named is not None else None
+        raise ValueError(f"{checkpoint.folder if shard is None else shard.source}: {error}") from error
 
 
 def is_packed(checkpoint: Checkpoint) -> bool:
@@ -148,7 +177,7 @@ def describe_layout(config: PreTrainedConfig, checkpoint: Checkpoint | None = No
     if checkpoint is not None and is_packed(checkpoint):
         parts.append(f"with routed experts packed as {config.packing.title}")
     if _has_vision(entries):
-        parts.append("with a vision part that this code does not read")
+        parts.append("with a vision part, which `AutoModelForImageTextToText` loads")
     return f"The weights are in the released layout of Kimi K3's {', '.join(parts)}."
 
 
@@ -166,7 +195,7 @@ def describe_left_out(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> st
 
 def _has_vision(names: Iterable[str]) -> bool:
     """Return whether some names of tensors are those of Kimi K3's vision part."""
-    return any(name.startswith(("vision_tower.", "mm_projector.")) for name in names)
+    return any(map(is_of_vision, names))
 
 
 def model_class(with_head: bool) -> type[AttnResKimiK3Model] | type[AttnResKimiK3ForCausalLM]:
@@ -176,6 +205,7 @@ def model_class(with_head: bool) -> type[AttnResKimiK3Model] | type[AttnResKimiK
 
 __all__ = [
     "check_kimi_k3",
+    "check_vision",
     "count_parameters",
     "describe_layout",
     "describe_left_out",

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME
 
-from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
+from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3ForConditionalGeneration
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.complete import check_complete, empty_model
-from attnres.checkpoints.kimi_k3 import is_packed
+from attnres.checkpoints.kimi_k3 import check_vision, is_packed
 from attnres.checkpoints.shards import StoredTensor
 from attnres.checkpoints.side_files import code_fields, references
 from attnres.checkpoints.source_files import AUTO_MAP, check_file, json_text, read_object
@@ -75,7 +75,7 @@ class KimiK3Conversion(Conversion):
         for name, text in self.texts.items():
             (target / name).write_bytes(text.encode())  # with the line ends of the release
         if self.has_code:
-            custom_object_save(AttnResKimiK3ForCausalLM, target)
+            custom_object_save(_whole_class(self.config.vision_config), target)
             write_used_code(self.config, target)
 
     def write_index(self, target: Path, names: Sequence[str], weight_map: dict[str, str]) -> None:
@@ -202,13 +202,19 @@ def _check(source: Checkpoint) -> tuple[AttnResKimiK3Config, dict[str, Any]]:
     """Check that a source is whole; return a copy of its configuration, and what a conversion tells of the model."""
     config: Any = deepcopy(source.config)  # a conversion changes its fields
     model = empty_model(config, source)
+    unused = check_complete(source, model, config) - check_vision(source, config)
     packed = f", experts packed as {config.packing.title}" if is_packed(source) else ""
     return config, {
         "model": model,
         "title": f"Kimi K3 for the Auto classes (every tensor byte for byte{packed})",
-        "unused": check_complete(source, model, config),
+        "unused": unused,
         "model_class": type(model),  # the Auto classes cannot load every source
     }
+
+
+def _whole_class(vision: Any) -> type[AttnResKimiK3ForCausalLM]:
+    """Return the class whose code loads the whole of a release, for the value of its `vision_config`."""
+    return AttnResKimiK3ForCausalLM if vision is None else AttnResKimiK3ForConditionalGeneration
 
 
 def _names_of_code(fields: Mapping[str, Any]) -> list[str]:
@@ -243,7 +249,8 @@ def _loadable_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         The fields of the composite model with the `auto_map` of the code that a result has.
     """
-    added = {AUTO_MAP: auto_map(AttnResKimiK3ForCausalLM), "model_type": AttnResKimiK3Config.model_type}
+    whole_class = _whole_class(fields.get("vision_config"))
+    added = {AUTO_MAP: auto_map(whole_class), "model_type": AttnResKimiK3Config.model_type}
     # Code of the source would run where a user trusts this package's code in the result.
     result = _without_code(fields)
     known = AttnResKimiK3Config.fields_of_file(fields)

@@ -36,6 +36,8 @@ from .kimi_k3_attnres import (
 from .kimi_k3_configuration_attnres import AttnResKimiK3Config
 from .kimi_k3_images_attnres import AttnResKimiK3ImageProcessor
 from .kimi_k3_processor_attnres import AttnResKimiK3Processor
+from .kimi_k3_vision_attnres import AttnResKimiK3ForConditionalGeneration
+from .kimi_k3_vision_configuration_attnres import AttnResKimiK3VisionConfig
 from .kimi_linear_configuration_attnres import AttnResConfig
 from .kimi_tokenizer import load_kimi_tokenizer
 from .modeling_attnres import (
@@ -205,7 +207,7 @@ for _auto_class, _name in AttnResPreTrainedModel.auto_classes.items():
     getattr(transformers, _auto_class).register(AttnResConfig, globals()[_name], exist_ok=True)
 if not IS_KNOWN:  # otherwise the Auto classes keep those of `transformers`
     transformers.AutoConfig.register(AttnResKimiK3Config.model_type, AttnResKimiK3Config, exist_ok=True)
-for _auto_class, _name in AttnResKimiK3Model.auto_classes.items():
+for _auto_class, _name in AttnResKimiK3ForConditionalGeneration.auto_classes.items():
     getattr(transformers, _auto_class).register(AttnResKimiK3Config, globals()[_name], exist_ok=True)
 # The same class for both kinds: it does without torchvision.
 _image_classes = dict.fromkeys(("pil", "torchvision"), AttnResKimiK3ImageProcessor)
@@ -270,7 +272,10 @@ def _add_to_transformers(new_class: type) -> None:
         setattr(module, new_class.__name__, new_class)
 
 
-for _config, _base in ((AttnResConfig, AttnResPreTrainedModel), (AttnResKimiK3Config, AttnResKimiK3Model)):
+for _config, _base in (
+    (AttnResConfig, AttnResPreTrainedModel),
+    (AttnResKimiK3Config, AttnResKimiK3ForConditionalGeneration),
+):
     for _class in (_config, *(globals()[_name] for _name in _base.auto_classes.values())):
         _add_to_transformers(_class)
 # The classes on a backbone are made with its first configuration, before a tool can read its `architectures`.
@@ -296,11 +301,13 @@ __all__ = [
     "AttnResForTokenClassification",
     "AttnResKimiK3Config",
     "AttnResKimiK3ForCausalLM",
+    "AttnResKimiK3ForConditionalGeneration",
     "AttnResKimiK3ForSequenceClassification",
     "AttnResKimiK3ForTokenClassification",
     "AttnResKimiK3ImageProcessor",
     "AttnResKimiK3Model",
     "AttnResKimiK3Processor",
+    "AttnResKimiK3VisionConfig",
     "AttnResModel",
     "AttnResPreTrainedModel",
     "ResidualConfig",

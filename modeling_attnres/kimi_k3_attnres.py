@@ -332,6 +332,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
     _no_split_modules = ["AttnResKimiK3DecoderLayer"]
     # The tensors that the release stores in float32.
     _keep_in_fp32_modules_strict = ["e_score_correction_bias", "dt_bias", "A_log", "conv1d", "o_norm"]
+    has_vision = False  # whether the model reads the vision part of a release
     auto_classes = {
         "AutoModel": "AttnResKimiK3Model",
         "AutoModelForCausalLM": "AttnResKimiK3ForCausalLM",
@@ -423,7 +424,8 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                     MTP.fit(model, state_dict)
                 names = [name for name in model.state_dict() if name not in (model.all_tied_weights_keys or ())]
                 check_own_names(names, state_dict)
-                state_dict = read_release(model.config, state_dict, isinstance(model, AttnResKimiK3ForCausalLM))
+                has_head = isinstance(model, AttnResKimiK3ForCausalLM)
+                state_dict = read_release(model.config, state_dict, has_head, model.has_vision)
                 state_dict = in_form_of_model(model.config, state_dict)
             return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
@@ -446,6 +448,19 @@ class AttnResKimiK3Model(AttnResKimiK3PreTrainedModel, AttnResModel):
         self.gradient_checkpointing = False
         self.connect()
 
+    def prepare_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Prepare padding and documents; see the base class.
+
+        Raises:
+            ValueError: also if images are given, which this model would not see.
+        """
+        if arguments.get("pixel_values") is not None:
+            raise ValueError(
+                "`pixel_values` are given, but this is the text model alone, which sees no images. Load a release with "
+                "a vision part by `AutoModelForImageTextToText`."
+            )
+        return super().prepare_rows(arguments)
+
 
 class AttnResKimiK3ForCausalLM(AttnResKimiK3PreTrainedModel, AttnResForCausalLM):
     """Language model of Kimi K3.
@@ -460,7 +475,7 @@ class AttnResKimiK3ForCausalLM(AttnResKimiK3PreTrainedModel, AttnResForCausalLM)
 
     def __init__(self, config: AttnResKimiK3Config):
         PreTrainedModel.__init__(self, config)
-        self.model = AttnResKimiK3Model(config)
+        self.model = self.model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()

@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 from .attention_gate_attnres import GATE_FIELDS
 from .connections_attnres import CONNECTIONS
 from .kimi_k3_packed_attnres import MXFP4, PACKINGS, Packing
+from .kimi_k3_vision_configuration_attnres import AttnResKimiK3VisionConfig
 from .kimi_linear_configuration_attnres import AttnResConfig
 from .residual_attnres import explain_source, is_count, one_of, require, require_value
 
@@ -84,12 +85,17 @@ _WITHOUT_EFFECT = (
 _OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
 # Fields that name code. A saved model refers to the code of this package alone.
 _OF_CODE = ("auto_map", "custom_pipelines", "custom_generate")
+# The id of placeholders for image tokens, in a file of the composite model.
+_PLACEHOLDER = "media_placeholder_token_id"
+_THAT_SEES = "AttnResKimiK3ForConditionalGeneration"
 COMPOSITE, TEXT = "composite", "text"
 _QUANTIZATION = "quantization_config"
 
 
 class AttnResKimiK3Config(AttnResConfig):
-    """Configuration of Kimi K3's text model. Defaults are those of the released model.
+    """Configuration of Kimi K3: of its text model, and of its vision part if it has one.
+
+    Defaults are those of the released text model.
 
     `from_pretrained` and `from_dict` take the fields of a released `config.json`: of the composite model, with the text
     model's under `text_config`, or of the text model alone. `config.json` is written in the layout that was read. A
@@ -98,6 +104,7 @@ class AttnResKimiK3Config(AttnResConfig):
     """
 
     model_type = "kimi_k3"
+    sub_configs = {"vision_config": AttnResKimiK3VisionConfig}
     attn_res_block_unit = 2  # a decoder layer has two sublayers
     number_bounds = AttnResConfig.number_bounds | dict.fromkeys(_OF_SITU, "> 0") | {"gate_lower_bound": "< 0"}
     # `transformers` checks the types of Kimi Linear's fields when they are set. There these two cannot be null.
@@ -173,6 +180,13 @@ class AttnResKimiK3Config(AttnResConfig):
     num_nextn_predict_layers: int | None = 0
     """Number of layers for multi-token prediction, 0 or 1. Loading sets it to 0 if the checkpoint holds none."""
 
+    vision_config: dict | AttnResKimiK3VisionConfig | None = None
+    """Configuration of the vision part; `None`: the text model alone. Models that do not see have no use for it, and
+    are saved without it."""
+
+    image_token_id: int | None = 163605
+    """Token that holds the place of a token of an image (`media_placeholder_token_id` in a file)."""
+
     checkpoint_layout: str = COMPOSITE
     """Layout that `save_pretrained` writes: `"composite"` or `"text"`. It is not saved: a file shows its layout."""
 
@@ -227,11 +241,13 @@ class AttnResKimiK3Config(AttnResConfig):
         # The gate of the family is that of the released weights, with the same name of its tensor. If the arguments
         # contradict each other, `check_fields` says so.
         self.attention_gate = kwargs.pop("attention_gate", _gate_of_family(self.mla_use_output_gate))
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
             # The ids of the released tokenizer mean nothing in a smaller vocabulary.
             value = getattr(self, name)
             if value == getattr(type(self), name) and isinstance(value, int) and value >= self.vocab_size:
                 setattr(self, name, None)
+        if isinstance(self.vision_config, Mapping):
+            self.vision_config = AttnResKimiK3VisionConfig.from_release(self.vision_config)
         super().__post_init__(**kwargs)
 
     @property
@@ -353,6 +369,8 @@ class AttnResKimiK3Config(AttnResConfig):
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
         require(self, "checkpoint_layout", self.checkpoint_layout in (COMPOSITE, TEXT), one_of((COMPOSITE, TEXT)))
+        is_text = self.checkpoint_layout == TEXT
+        require(self, "vision_config", not (is_text and self.vision_config), f"null in the layout {TEXT!r}")
         gate = _gate_of_family(self.mla_use_output_gate)
         allowed = f"{gate!r} where `mla_use_output_gate` is {self.mla_use_output_gate}. Set `mla_use_output_gate` alone"
         require(self, "attention_gate", self.attention_gate == gate, allowed)
@@ -424,7 +442,8 @@ def decode(fields: Mapping[str, Any], fill: bool = True) -> dict[str, Any]:
     else:
         flat.pop("model_type", None)
     # The released names are no classes here. `encode` writes them.
-    return flat | layout | {"architectures": ["AttnResKimiK3ForCausalLM"]}
+    sees = flat.get("vision_config") is not None
+    return flat | layout | {"architectures": [_THAT_SEES if sees else "AttnResKimiK3ForCausalLM"]}
 
 
 def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -437,7 +456,9 @@ def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             "`text_config` is empty, but must hold the fields of the text model. Use the checkpoint's own config.json."
         )
     text = _as_object("text_config", fields.pop("text_config"))
-    # The composite model has more fields. They describe its vision part, and no model here has one.
+    if _PLACEHOLDER in fields:
+        fields["image_token_id"] = fields.pop(_PLACEHOLDER)
+    # The composite model has more fields, which are for a processor.
     fields = {name: value for name, value in fields.items() if name in AttnResKimiK3Config.known_fields()}
     # Of two values of a field that describes the file, that of the composite model holds.
     kept = [name for name in text if name not in _OF_CODE and not (name in _OF_FILE and name in fields)]
@@ -504,6 +525,10 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
     outer |= {"model_type": config.model_type, "architectures": classifiers or ["KimiK3ForConditionalGeneration"]}
     names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
     outer |= {name: text[name] for name in names if name in text}
+    vision = config.vision_config
+    # A model that does not see is saved without the vision part, so its file names none.
+    if isinstance(vision, AttnResKimiK3VisionConfig) and fields.get("architectures") in (None, [_THAT_SEES]):
+        outer |= {_PLACEHOLDER: config.image_token_id, "vision_config": vision.to_release(config.hidden_size)}
     return outer | {"text_config": text}
 
 

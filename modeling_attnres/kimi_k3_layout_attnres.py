@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 
 from .kimi_k3_configuration_attnres import COMPOSITE, AttnResKimiK3Config
 from .kimi_k3_packed_attnres import NVFP4, Packing, check_scales
+from .kimi_k3_vision_configuration_attnres import is_of_vision, split_projections, vision_rules, vision_shapes
 from .residual_attnres import FamilyWarning
 
 _CLASSIFIER = "score."  # the head of a sequence or token classifier
@@ -224,15 +225,19 @@ def _text_part(tensors: Mapping[str, Any], layers: int) -> tuple[dict[str, Any],
     if left_out:
         counts = (f"{part}: {n} {'tensor' if n == 1 else 'tensors'}" for part, n in sorted(left_out.items()))
         message = f"Left out of the checkpoint, because the text model has no such part: {', '.join(counts)}."
+        if any(map(is_of_vision, left_out)):
+            message += " `AutoModelForImageTextToText` loads a vision part, too."
         warnings.warn(message, FamilyWarning, stacklevel=3)
     return text, prefix
 
 
-def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_head: bool = True) -> dict[str, Any]:
-    """Return the text model's tensors of a released checkpoint, checked. Packed experts are decoded, or stay packed.
+def read_release(
+    config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_head: bool = True, has_vision: bool = False
+) -> dict[str, Any]:
+    """Return a model's tensors of a released checkpoint, checked. Packed experts are decoded, or stay packed.
 
-    Tensors of a vision part and of layers beyond the last one are left out and named once.
-    Tensors under the model's own names, as `Trainer` saves them in its checkpoints, are returned as they are; see
+    Tensors of a vision part that the model does not have, and of layers beyond the last one, are left out and named
+    once. Tensors under the model's own names, as `Trainer` saves them in its checkpoints, are returned as they are; see
     [`check_own_names`].
 
     Args:
@@ -240,6 +245,7 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
             checkpoint's `A_log` is noted there, for saving.
         tensors: tensors, or slices of safetensors files, by name.
         has_head: whether `lm_head` is needed, too.
+        has_vision: whether the vision part is needed, too.
 
     Raises:
         ValueError: a tensor is missing, has another shape or dtype than it must have, is packed where no rule
@@ -247,7 +253,9 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
     """
     if any(map(_OWN_NAME.match, tensors)):
         return dict(tensors)
-    text, prefix = _text_part(tensors, config.num_hidden_layers + (config.num_nextn_predict_layers or 0))
+    vision = read_vision(config, tensors) if has_vision else {}
+    others = {name: tensor for name, tensor in tensors.items() if name not in vision}
+    text, prefix = _text_part(others, config.num_hidden_layers + (config.num_nextn_predict_layers or 0))
     ahead = f"model.layers.{config.num_hidden_layers}."  # the layer for multi-token prediction
     for copy in ("embed_tokens.weight", "shared_head.head.weight"):  # its copies of the model's own tensors
         text.pop(f"{ahead}{copy}", None)
@@ -280,11 +288,7 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
             )
         elif name in text:
             tensor = result[name] = text.pop(name)
-            if _dtype_of(tensor) not in _FLOATS:
-                raise ValueError(
-                    f"`{prefix}{name}` has the dtype {_dtype_of(tensor)}, but must have one of {', '.join(_FLOATS)}. "
-                    "Only the weights of routed experts may be packed."
-                )
+            _check_float(prefix + name, tensor)
             if name.endswith(".A_log"):
                 first = next((name for name in result if name.endswith(".A_log")), name)
                 _check_heads(prefix + name, tensor, shape[0])
@@ -294,11 +298,8 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
                         f"{list(shape_of(result[first]))}. All must have one shape. Copy the files again."
                     )
                 config.stored_A_log_shape = list(shape_of(tensor))
-            elif shape_of(tensor) != shape:
-                raise ValueError(
-                    f"`{prefix}{name}` has the shape {list(shape_of(tensor))}, but must have {list(shape)}. Use the "
-                    "checkpoint's own config.json."
-                )
+            else:
+                _check_shape(prefix + name, tensor, shape)
         elif name.startswith("model.layers.0.self_attention_res_"):
             # The first layer reads the embedding alone, and some programs omit its pair.
             result[name] = torch.zeros(shape) if "_proj" in name else torch.ones(shape)
@@ -320,7 +321,23 @@ def read_release(config: AttnResKimiK3Config, tensors: Mapping[str, Any], has_he
         )
     named = _warn_of_unread(text, config, prefix)
     # `transformers` names the others in its report.
-    return result | {name: tensor for name, tensor in text.items() if name not in named}
+    return result | {name: tensor for name, tensor in text.items() if name not in named} | vision
+
+
+def read_vision(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of the vision part of a released checkpoint, checked; see [`read_release`].
+
+    Raises:
+        ValueError: a tensor is missing, or has another shape or dtype than it must have.
+    """
+    vision: Any = config.vision_config
+    shapes = vision_shapes(vision, config.hidden_size)
+    if missing := shapes.keys() - tensors.keys():
+        raise ValueError(f"{_lacks(missing)} `AutoModelForCausalLM` loads the text model alone.")
+    for name, shape in shapes.items():
+        _check_float(name, tensors[name])
+        _check_shape(name, tensors[name], shape)
+    return {name: tensor for name, tensor in tensors.items() if is_of_vision(name)}
 
 
 def check_own_names(names: Iterable[str], tensors: Iterable[str]) -> None:
@@ -371,10 +388,11 @@ def _warn_of_unread(names: Iterable[str], config: AttnResKimiK3Config, prefix: s
 def in_form_of_model(config: AttnResKimiK3Config, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors of a release with the convolutions of each layer joined, and `A_log` without its padding.
 
-    The rules of `transformers` do so too late: it shards tensors among processes before a rule sees them, so that each
-    process would join or unpad the parts that it has, which are not its part of the result.
+    Queries, keys and values of a vision part are apart. The rules of `transformers` do so too late: it shards tensors
+    among processes before a rule sees them, so that each process would join or unpad the parts that it has, which are
+    not its part of the result.
     """
-    result, heads = dict(tensors), config.linear_num_heads
+    result, heads = split_projections(tensors, config), config.linear_num_heads
     for name in tensors:
         owner, _, end = name.rpartition("self_attn.")
         owner += "self_attn."
@@ -407,6 +425,24 @@ def _take_parts(
             )
         parts[key] = _Part(prefix + key, tensor)
     return parts
+
+
+def _check_float(name: str, tensor: Any) -> None:
+    """Raise `ValueError` unless a tensor has a dtype of weights that are not packed."""
+    if _dtype_of(tensor) not in _FLOATS:
+        raise ValueError(
+            f"`{name}` has the dtype {_dtype_of(tensor)}, but must have one of {', '.join(_FLOATS)}. Only the weights "
+            "of routed experts may be packed."
+        )
+
+
+def _check_shape(name: str, tensor: Any, shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` unless a tensor has the shape that the configuration gives it."""
+    if shape_of(tensor) != shape:
+        raise ValueError(
+            f"`{name}` has the shape {list(shape_of(tensor))}, but must have {list(shape)}. Use the checkpoint's own "
+            "config.json."
+        )
 
 
 def _check_heads(name: str, tensor: Any, heads: int) -> None:
@@ -512,7 +548,7 @@ def layout_rules(
         config: the configuration of a model to save; `None` for the rules of loading, which take every layout.
         is_decoder: whether the model to save is the decoder without a head.
     """
-    rules: list[WeightConverter | WeightRenaming] = []
+    rules: list[WeightConverter | WeightRenaming] = vision_rules()
     is_composite = config is None or config.checkpoint_layout == COMPOSITE
     if is_decoder:
         rules.append(WeightRenaming(r"^language_model\.model\." if is_composite else r"^model\.", "^"))

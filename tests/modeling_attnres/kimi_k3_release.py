@@ -64,7 +64,35 @@ TEXT: dict[str, Any] = {
     "v_head_dim": 6,
     "vocab_size": 64,
 }
-VISION = {"patch_size": 14, "vt_hidden_size": 8}
+# The fields of the released vision part, with smaller numbers. Its heads are wider than its width divided by them.
+VISION: dict[str, Any] = {
+    "_attn_implementation": "flash_attention_2",
+    "activation_func": "gelu_pytorch_tanh",
+    "attn_bias": False,
+    "init_pos_emb_height": 4,
+    "init_pos_emb_time": 4,
+    "init_pos_emb_width": 4,
+    "linear_bias": False,
+    "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool",
+    "mlp_type": "mlp2",
+    "mm_hidden_size": 16,
+    "mm_projector_type": "patchmergerv2",
+    "norm_type": "rmsnorm",
+    "patch_embed_proj_bias": False,
+    "patch_size": 2,
+    "pos_emb_interpolation_mode": "bilinear",
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+    "projector_ln_eps": 1e-5,
+    "qkv_hidden_size": 24,
+    "text_hidden_size": 64,
+    "vt_hidden_size": 16,
+    "vt_intermediate_size": 24,
+    "vt_num_attention_heads": 3,
+    "vt_num_hidden_layers": 2,
+}
+PLACEHOLDER = 40  # id of the token that holds the place of a token of an image
 A_LOG_LENGTH = 128  # 3 heads and zeros
 _FLOAT32 = ("A_log", "dt_bias", "_conv1d.weight", "o_norm.weight", "e_score_correction_bias")
 
@@ -176,6 +204,35 @@ def random_tensors(fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16, 
     return tensors
 
 
+def vision_shapes(hidden_size: int, vision: dict[str, Any] = VISION) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the vision part's tensors, for a text model of this width."""
+    width, inner, mlp = (vision[name] for name in ("vt_hidden_size", "qkv_hidden_size", "vt_intermediate_size"))
+    patch, merged = vision["patch_size"], 4 * width
+    table = vision["init_pos_emb_height"], vision["init_pos_emb_width"], width
+    result = {"vision_tower.patch_embed.proj.weight": (width, 3, patch, patch)}
+    result["vision_tower.patch_embed.pos_emb.weight"] = table
+    for i in range(vision["vt_num_hidden_layers"]):
+        block = f"vision_tower.encoder.blocks.{i}"
+        result |= {f"{block}.norm0.weight": (width,), f"{block}.norm1.weight": (width,)}
+        result |= {f"{block}.wqkv.weight": (3 * inner, width), f"{block}.wo.weight": (width, inner)}
+        result |= {f"{block}.mlp.fc0.weight": (mlp, width), f"{block}.mlp.fc1.weight": (width, mlp)}
+    result["vision_tower.encoder.final_layernorm.weight"] = (width,)
+    result |= {"mm_projector.proj.0.weight": (merged, merged), "mm_projector.proj.2.weight": (hidden_size, merged)}
+    return result | {"mm_projector.post_norm.weight": (hidden_size,)}
+
+
+def vision_tensors(hidden_size: int, vision: dict[str, Any] = VISION, seed: int = 1) -> dict[str, Tensor]:
+    """Random tensors of a vision part, so large that every term of the equations moves its output; in bfloat16."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in vision_shapes(hidden_size, vision).items():
+        tensor = torch.randn(shape, generator=generator)
+        is_norm = "norm" in name
+        tensors[name] = (
+            1 + 0.3 * tensor if is_norm else tensor * (1 if "pos_emb" in name else 2 * shape[-1] ** -0.5)
+        ).bfloat16()
+    return tensors
+
+
 def encode_mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Pack a weight `[out, in]` as MXFP4: the two tensors by the ends of their names, and the weight that they mean.
 
@@ -237,7 +294,7 @@ def write(
     fields: dict[str, Any],
     tensors: dict[str, Tensor],
     layout: str = "composite",
-    vision: bool = False,
+    vision: bool | dict[str, Tensor] = False,
     shards: int = 2,
 ) -> Path:
     """Write a checkpoint: `config.json`, shards, and their index.
@@ -247,7 +304,7 @@ def write(
         fields: the text model's.
         tensors: the text model's, without a prefix.
         layout: `"composite"` or `"text"`.
-        vision: whether a composite checkpoint has a vision part.
+        vision: whether a composite checkpoint has a vision part, or its tensors.
         shards: number of files.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -259,18 +316,14 @@ def write(
             "architectures": ["KimiK3ForConditionalGeneration"],
             "auto_map": {"AutoConfig": "configuration_kimi_k3.KimiK3Config"},
             "dtype": "bfloat16",
-            "media_placeholder_token_id": 40,
+            "media_placeholder_token_id": PLACEHOLDER,
             "model_type": "kimi_k3",
             "text_config": fields,
-            "vision_config": VISION,
+            "vision_config": VISION | {"text_hidden_size": fields["hidden_size"]},
             **ids,
         }
     if vision:
-        tensors = tensors | {
-            "vision_tower.encoder.0.weight": torch.randn(4, 4).bfloat16(),
-            "mm_projector.proj.0.weight": torch.randn(4, 4).bfloat16(),
-            "mm_projector.proj.2.weight": torch.randn(4, 4).bfloat16(),
-        }
+        tensors = tensors | (vision_tensors(fields["hidden_size"]) if vision is True else vision)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     names = sorted(tensors)
     weight_map = {}

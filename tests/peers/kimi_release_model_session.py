@@ -88,7 +88,8 @@ def read(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def main(folder: Path, ids: str, out: Path) -> None:
+def prepare_imports() -> None:
+    """Let the released code be imported as `kimi_k3`, without the packages that it needs on a GPU."""
     (package,) = find_spec("llmcompressor").submodule_search_locations
     put_module("einops", rearrange=rearrange)
     for name in (
@@ -109,15 +110,25 @@ def main(folder: Path, ids: str, out: Path) -> None:
     sys.modules["kimi_k3"].__path__ = [f"{package}/modeling/kimi_k3"]
     if not hasattr(generic, "check_model_inputs"):  # removed in later releases of `transformers`
         generic.check_model_inputs = lambda function: function
+
+
+def text_tensors(tensors: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """Return the text model's tensors without prefix.
+
+    The released files pad `A_log`, and the released class does not.
+    """
+    text = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    return text | {name: tensor.flatten()[:heads] for name, tensor in text.items() if name.endswith("A_log")}
+
+
+def main(folder: Path, ids: str, out: Path) -> None:
+    prepare_imports()
     from kimi_k3.configuration_kimi_k3 import KimiK3Config
     from kimi_k3.modeling_kimi_linear import KimiLinearForCausalLM
 
     config = KimiK3Config(**json.loads((folder / "config.json").read_text()))
     model = KimiLinearForCausalLM(config.text_config).float().eval()
-    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in read(folder).items() if name.startswith(PREFIX)}
-    heads = config.text_config.linear_attn_config["num_heads"]
-    # The released files pad these, and the released class does not.
-    tensors |= {name: tensor.flatten()[:heads] for name, tensor in tensors.items() if name.endswith("A_log")}
+    tensors = text_tensors(read(folder), config.text_config.linear_attn_config["num_heads"])
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     with torch.no_grad():
         logits = model(torch.tensor([json.loads(ids)]), use_cache=False).logits[0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from jinja2 import TemplateError
 from PIL import Image
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from attnres import AttnResKimiK3ImageProcessor
@@ -270,3 +270,35 @@ def test_images_become_the_bytes_and_prompts_of_the_released_code(stage, python_
         assert seen["image_grid_thw"].tolist() == [theirs["grid"]], path
         assert f"image {width}x{height}<" in theirs["prompt"]
         assert hashlib.sha256(seen["pixel_values"].numpy().tobytes()).hexdigest() == theirs["digest"], path
+
+
+@torch.no_grad()
+def test_the_released_code_sees_the_same_in_images(python_with, run_session, tmp_path):
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    fields = release.text_fields(use_cache=False)
+    release.write(tmp_path / "release", fields, release.random_tensors(fields), vision=True)
+    cases = []
+    for _ in range(40):
+        grids = [[1, 2 * rng.randint(1, 9), 2 * rng.randint(1, 9)] for _ in range(rng.randint(1, 3))]
+        if len(grids) == 1:
+            grids[0][0] = rng.randint(1, 4)  # a clip
+        grids = torch.tensor(grids)
+        pixels = torch.randn(int(grids.prod(-1).sum()), 3, 2, 2, generator=generator, dtype=torch.float64)
+        cases.append({"pixel_values": pixels, "image_grid_thw": grids})
+    ids = [5, 9, *(t for _ in cases[0]["image_grid_thw"] for t in (release.PLACEHOLDER, 33)), 7, 60]
+    torch.save({"cases": cases, "ids": ids}, tmp_path / "images")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "release", dtype=torch.float64).eval()
+    seen = [model.get_image_features(**case).pooler_output for case in cases]
+    # The released code makes of one placeholder as many as the image has tokens.
+    counts = iter(len(tokens) for tokens in seen[0])
+    ids = [token for t in ids for token in [t] * (next(counts) if t == release.PLACEHOLDER else 1)]
+    logits = model.float()(torch.tensor([ids]), **cases[0]).logits[0]
+    python = python_with("kimi-release", *REQUIREMENTS, dependencies=False)
+    given = (tmp_path / "release", tmp_path / "images")
+    released = run_session(python, "kimi_release_vision_session.py", *given, TORCHDYNAMO_DISABLE="1")
+    assert (released["missing"], released["unexpected"]) == ([], [])
+    # It turns queries and keys in complex64, whatever the dtype.
+    for ours, theirs in zip(map(torch.cat, seen), map(torch.tensor, released["tokens"]), strict=True):
+        assert (ours - theirs).abs().max() < 1e-5 * ours.abs().max()
+    theirs = torch.tensor(released["logits"])
+    assert (theirs - logits).abs().max() < 1e-4 * theirs.abs().max()
