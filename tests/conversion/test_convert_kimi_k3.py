@@ -11,7 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
+from attnres import (
+    AttnResKimiK3Config,
+    AttnResKimiK3ForCausalLM,
+    AttnResKimiK3ForConditionalGeneration,
+    AttnResKimiK3Model,
+)
 from attnres.configuration import load
 from attnres.conversion import retrofit
 from attnres.residual_attnres import FamilyWarning
@@ -102,7 +107,7 @@ def test_only_the_configuration_and_code_differ_from_a_composite_release(release
     added = {name for name in after.keys() - before.keys() if not name.endswith("_attnres.py")}
     assert added == {"README.md", "released_config.json"}
     old, new = (json.loads(files["config.json"]) for files in (before, after))
-    assert new.pop("auto_map").keys() == {"AutoConfig", *AttnResKimiK3Model.auto_classes}
+    assert new.pop("auto_map").keys() == {"AutoConfig", *AttnResKimiK3ForConditionalGeneration.auto_classes}
     old.pop("auto_map")
     assert new == old
 

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 models, out = Path(sys.argv[1]), Path(sys.argv[2])
-ids, seen = torch.load(out), {}
+given, seen = torch.load(out), {}
+ids = given.pop("ids")
 options = {"trust_remote_code": True, "dtype": torch.float32}
 for folder in models.iterdir():
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -25,6 +26,10 @@ for folder in models.iterdir():
         "hidden": decoder(ids).last_hidden_state,
         "generated": model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None),
     }
+    if config.vision_config is not None:
+        model = AutoModelForImageTextToText.from_pretrained(folder, **options)
+        model.save_pretrained(out.parent / "again" / "that sees")
+        seen["that sees"] = {"class": type(model).__module__, "logits": model(**given).logits}
     if "packed" in folder.name:
         model = AutoModelForCausalLM.from_pretrained(folder, packed_experts=True, **options)
         seen[folder.name]["packed"] = (type(model.model.layers[1].mlp.experts).__name__, model(ids).logits)

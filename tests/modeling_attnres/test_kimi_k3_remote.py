@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM
+from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3ForConditionalGeneration
 
 from ..conversion.checkpoints import convert_well
 from . import kimi_k3_release as release
@@ -20,6 +20,9 @@ from .connections import close
 pytestmark = pytest.mark.slow
 
 IDS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+IDS_WITH_IMAGE = torch.tensor([[5, *[release.PLACEHOLDER] * 2, 9, 21]])
+_pixels = torch.randn(8, 3, 2, 2, generator=torch.Generator().manual_seed(2))
+IMAGE = {"pixel_values": _pixels, "image_grid_thw": torch.tensor([[1, 2, 4]])}
 # The first two as `save_pretrained` leaves them, the others as `attnres convert` does.
 FOLDERS = ["saved composite", "saved text", "converted text", "converted packed"]
 
@@ -44,7 +47,7 @@ def models(tmp_path_factory) -> Path:
 def remote(models, run) -> dict:
     """Return the results of a process without `attnres`."""
     out = models.parent / "seen"
-    torch.save(IDS, out)
+    torch.save({"ids": IDS, "input_ids": IDS_WITH_IMAGE, **IMAGE}, out)
     run("kimi_k3_session.py", models, out)
     return torch.load(out)
 
@@ -75,6 +78,19 @@ def test_logits_hidden_states_and_tokens_are_identical(remote, models, folder):
     assert close(seen["logits"], model(IDS).logits)
     assert close(seen["hidden"], model.model(IDS).last_hidden_state)
     assert torch.equal(seen["generated"], model.generate(IDS, max_new_tokens=4, do_sample=False, eos_token_id=None))
+
+
+@torch.no_grad()
+def test_the_model_that_sees_is_identical_and_saves_the_same_release(remote, models):
+    folder, again = models / "converted packed", models.parent / "again" / "that sees"
+    model = AttnResKimiK3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    assert remote["that sees"]["class"].startswith("transformers_modules.")
+    assert close(remote["that sees"]["logits"], model(IDS_WITH_IMAGE, **IMAGE).logits)
+    model.save_pretrained(expected := models.parent / "expected" / "that sees")
+    assert {path.name for path in again.iterdir()} == {path.name for path in expected.iterdir()}
+    actual, expected = (load_file(path / "model.safetensors") for path in (again, expected))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_experts_stay_packed_if_asked(remote):
