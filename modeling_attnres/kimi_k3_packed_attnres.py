@@ -69,7 +69,13 @@ def decode_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: tor
     # The four bytes of a number may lie anywhere in a file or memory, so copy them.
     divisors = global_scale.clone().view(torch.float32)
     scales = scale.view(torch.float8_e4m3fn).float().unflatten(0, (len(divisors), -1)) / divisors[:, None, None]
-    numbers = _decode_codes(packed, torch.float32)
+    numbers = None
+    if accelerated is not None and not torch.compiler.is_compiling():
+        # MXFP4 has the same codes, and its scale 127 is one.
+        ones = torch.full((len(packed), packed.shape[1] // 16), 127, dtype=torch.uint8, device=packed.device)
+        numbers = accelerated.decode_mxfp4(packed, ones, torch.float32)
+    if numbers is None:
+        numbers = _decode_codes(packed, torch.float32)
     return (numbers.unflatten(1, (-1, 16)) * scales.flatten(0, 1).unsqueeze(-1)).flatten(1).to(dtype)
 
 

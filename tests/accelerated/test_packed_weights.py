@@ -8,7 +8,7 @@ from torch import Tensor
 from attnres import accelerated
 from attnres.accelerated.numba import call
 from attnres.accelerated.numba.activation import WIDE
-from attnres.kimi_k3_packed_attnres import MXFP4, decode_mxfp4, packed_linear
+from attnres.kimi_k3_packed_attnres import MXFP4, decode_mxfp4, decode_nvfp4, packed_linear
 
 pytest.importorskip("numba")
 
@@ -28,6 +28,23 @@ def test_every_code_and_scale_is_decoded_exactly(rows, dtype):
     decoded = accelerated.decode_mxfp4(codes, scales, dtype)
     bits = torch.int32 if dtype is torch.float32 else torch.int16  # a zero has a sign
     assert torch.equal(decoded.view(bits), decode_mxfp4(codes, scales, dtype).view(bits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_of_nvfp4_are_decoded_by_the_loops_and_scaled_in_float32(dtype, monkeypatch):
+    called = []
+    unpack = call.unpack
+    monkeypatch.setattr(call, "unpack", lambda *args: (called.append(args), unpack(*args)))
+    codes, _ = weight(6, 2 * WIDE)
+    scales = torch.arange(6 * WIDE // 8, dtype=torch.uint8).view(6, -1) % 127  # without the codes of NaN and of signs
+    divisors = torch.tensor([3.0, 700.0])
+    decoded = decode_nvfp4(codes, scales, divisors.view(torch.uint8), dtype)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).int()
+    values = magnitudes[nibbles & 7] * (1 - 2 * (nibbles >> 3))
+    steps = scales.view(torch.float8_e4m3fn).float() / divisors.repeat_interleave(3)[:, None]
+    assert called
+    assert torch.equal(decoded, (values * steps.repeat_interleave(16, 1)).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
