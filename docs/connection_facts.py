@@ -1,7 +1,7 @@
 """Make the table of how each residual connection starts and runs, for `tables.py`.
 
-Most cells are found by building a small model. Two cannot be: whether the start is the paper's, which is written here,
-and where a connection was tested, which `tests/pages/test_connection_facts.py` compares with the tests.
+Most cells are declared in the class of the connection, or found by building a small model. Where a connection was
+tested is written here, and `tests/pages/test_connection_facts.py` compares it with the tests.
 """
 
 from collections.abc import Iterator
@@ -12,25 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from attnres import CONNECTIONS
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 
-# Connection -> how its start from scratch differs from the published one; "" if it does not.
-STARTS = {
-    "attn_res": "",
-    "dca": "a scale at 0, `w` at random; there `w` = 0, which gets no gradient",
-    "denseformer": "",
-    "frac_connections": "",
-    "gated_residual": "gates at 1, gains apart; there at random",
-    "highway": "",
-    "hyper_connections": "",
-    "identity_hc": "as `mhc`",
-    "laurel": "",
-    "mhc": "`H_res` near the identity; the paper does not give its start",
-    "mhc_lite": "as `mhc`",
-    "muddformer": "",
-    "post_norm": "",
-    "residual_scalars": "0; nanochat's with `residual_scalars_start`",
-    "scaled": "outputs times 1; LayerScale's 0.1 or less with `scaled_start`",
-    "standard": "",
-}
 # Connections that tests run in pipelines of several processes, and with a sequence that is sharded among them.
 PIPELINES = {"attn_res", "denseformer", "gated_residual", "mhc", "standard"}
 SEQUENCES = {"attn_res", "denseformer", "mhc"}
@@ -49,7 +30,7 @@ def run_rows(names: Iterator[str]) -> Iterator[tuple[str, ...]]:
         decaying = {n.rpartition(".")[2] for n in Trainer.get_decay_parameter_names(None, model) if n in trained}
         yield (
             f"`{name}`",
-            (STARTS[name] or "the paper's") if trained else "no tensors",
+            (CONNECTIONS[name].own_start or "the paper's") if trained else "no tensors",
             ", ".join(f"`{tensor}`" for tensor in sorted(decaying)) or "-",
             "tested" if name in PIPELINES else "yes",
             "tested" if name in SEQUENCES else "yes",
@@ -86,4 +67,4 @@ def _sums(connection: ResidualConnection) -> Iterator[str]:
             yield name
 
 
-__all__ = ["PIPELINES", "SEQUENCES", "STARTS", "TITLES", "run_rows"]
+__all__ = ["PIPELINES", "SEQUENCES", "TITLES", "run_rows"]

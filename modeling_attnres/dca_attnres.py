@@ -44,6 +44,7 @@ class DCA(ResidualConnection):
     summary = "sums by channel and token"
     reference = "arXiv 2502.06785"
     state_size = "k + 2 = 4"
+    own_start = "`s` = 0 and `w` at random; there `w` = 0, without a gradient"
     measured = {"step": "1.10"}
     fields = field_defaults(DCAFields)
     retrofit = {}

@@ -16,6 +16,7 @@ class IdentityHyperConnections(ProjectedStreams):
     name = "identity_hc"
     summary = "n streams, not mixed"
     used_by = "Hy-V4"
+    own_start = "scales at 0; Hy-V4's are 0.01"
     measured = {"step": "1.12", "lower": "1 of 2"}
     title = "Identity Hyper-Connections"
 

@@ -30,6 +30,7 @@ class MHCLite(ProjectedStreams):
     name = "mhc_lite"
     summary = "n streams, permutations"
     reference = "arXiv 2601.05732"
+    own_start = "scales at 0, reads at 1/n; in its code 0.01, and other reads"
     measured = {"step": "1.19"}
     title = "mHC-lite"
     permutations: Tensor

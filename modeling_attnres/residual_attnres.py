@@ -123,6 +123,7 @@ class ResidualConnection(AddedModule):
     summary: ClassVar[str] = ""  # what it is, in a few words
     reference: ClassVar[str] = ""  # where it was published, such as "arXiv 2603.15031"
     used_by: ClassVar[str] = ""  # published models, or recipes of others, whose code was read
+    own_start: ClassVar[str] = ""  # how its start from scratch differs from the published one
     state_size: ClassVar[str] = "1"  # the state between sublayers, in tensors [tokens, hidden]
     exact: ClassVar[str] = ""  # the forms in which a retrofit is exact; by default all where `retrofit` is set
     # What benchmarks and experiments measured: "step", the time of a training step over that of the standard model;

@@ -39,6 +39,7 @@ class ResidualScalars(ResidualConnection):
     name = "residual_scalars"
     summary = "scaled stream, embedding"
     used_by = "nanochat"
+    own_start = "0, as first in nanochat; `residual_scalars_start` has its later one"
     state_size = "2"
     measured = {"step": "1.02", "lower": "0 of 1"}
     fields = field_defaults(ResidualScalarsFields)

@@ -61,6 +61,7 @@ class Scaled(ResidualConnection):
     name = "scaled"
     summary = "scaled outputs or stream"
     used_by = "ZAYA, Gemma 4"
+    own_start = "outputs times 1; LayerScale's and ReZero's near 0 by `scaled_start`"
     exact = "5 of 7"
     measured = {"step": "1.01"}
     fields = field_defaults(ScaledFields)
