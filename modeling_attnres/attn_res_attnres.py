@@ -30,7 +30,7 @@ from .residual_attnres import (
 
 
 class AttnResFields:
-    """Configuration fields of `residual_connection="attn_res"`.
+    """Configuration fields of attention residuals.
 
     The first two choose the form. The others are *switches*, off by default: ablations of the paper's Table 4 and later
     variants. With `k_i = g_l * RMSNorm(s_i)` the default is `h_l = sum_i a_i s_i`, `a = softmax_i(w_l . k_i)`.

@@ -16,7 +16,7 @@ from .configuration_attnres import ResidualConfig, Sublayers
 from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS, MTP
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
-from .records_attnres import RECORDS, SUMS, requested, sums_of
+from .records_attnres import RECORDS, SUMS, sums_of
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
 from .rows_attnres import find_documents, keep_apart, shape_of
 
@@ -330,7 +330,7 @@ class ResidualModel(ResidualPreTrainedModel):
                 wrapper that would lose gradients; the rows cannot be prepared; the connection lacks a requested sum.
         """
         number = self.number_layers()
-        records = requested(self.config, kwargs, ("hidden_states", *RECORDS))
+        records = self.requested(kwargs, ("hidden_states", *RECORDS))
         plan = None
         # Records are taken from calls of the connections, which a plan bypasses.
         if not (records or torch.compiler.is_compiling()):

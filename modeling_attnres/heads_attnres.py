@@ -16,7 +16,7 @@ from .configuration_attnres import ResidualConfig
 from .connections_attnres import MTP
 from .decoder_attnres import ResidualModel
 from .pretrained_attnres import ResidualPreTrainedModel
-from .records_attnres import RECORDS, requested
+from .records_attnres import RECORDS
 
 # The backbone's class follows the mixins, so a type checker sees what all models have.
 _AnyModel = PreTrainedModel if TYPE_CHECKING else object
@@ -44,14 +44,14 @@ class ResidualHead(ResidualPreTrainedModel):
     @can_return_tuple
     def forward(self, *args, **kwargs) -> ModelOutput:
         """Run the model; see the backbone's own `forward` for arguments and result."""
-        records = requested(self.config, kwargs)
+        records = self.requested(kwargs)
         recorded: list[ModelOutput] = []  # the decoder's outputs, of which the backbone's head drops our records
         if records:  # only on demand, because the loss function gets the list too
             kwargs["record_to"] = recorded
         # `Trainer` expects a loss that is divided by the number of labels in all accumulated batches. The loss of a
         # language model is. The other heads ignore that number, and return the mean over their batch.
         total = None if self.can_generate() else kwargs.pop("num_items_in_batch", None)
-        ahead = {} if MTP is None else MTP.reading(self, kwargs)
+        ahead = MTP.reading(self, kwargs) if MTP is not None and self.config.mtp_loss_weight else {}
         outputs = super().forward(*args, **kwargs | ahead | {"return_dict": True})
         if MTP is not None and ahead:
             MTP.add_loss(self, outputs, kwargs, **ahead)

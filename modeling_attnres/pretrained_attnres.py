@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial, wraps
 from inspect import Parameter, signature
@@ -120,6 +120,13 @@ class ResidualPreTrainedModel(_AnyModel):
             children = (f"{owner}.{name}" for owner in owners for name, _ in self.get_submodule(owner).named_children())
             apart = {re.sub(r"\.\d+\.", ".*.", name): "free_full_weight" for name in children}
             self.fsdp_plan = apart | self.fsdp_plan
+
+    def requested(self, arguments: Mapping[str, Any], names: Iterable[str] = RECORDS) -> dict[str, Any]:
+        """Return the records that the arguments of a pass, or else the configuration, ask for: name -> value."""
+        values = {
+            name: arguments.get(f"output_{name}", getattr(self.config, f"output_{name}", False)) for name in names
+        }
+        return {name: value for name, value in values.items() if value}
 
     def tensors_kept_in_float32(self) -> dict[str, Tensor]:
         """Return the tensors that `_keep_in_fp32_modules_strict` names, by name."""

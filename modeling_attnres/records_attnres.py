@@ -4,22 +4,13 @@
 computed from the recorded states after the pass.
 """
 
-from collections.abc import Iterable, Mapping
 from typing import Any
-
-from transformers import PreTrainedConfig
 
 from .residual_attnres import ResidualConnection
 
 # All are named like the argument that asks for them, `output_{name}`.
 SUMS = "prefix_sums", "running_sums"
 RECORDS = ("depth_attentions", *SUMS)
-
-
-def requested(config: PreTrainedConfig, arguments: Mapping[str, Any], names: Iterable[str] = RECORDS) -> dict[str, Any]:
-    """Return the records that the arguments of a pass, or else the configuration, ask for: name -> value."""
-    values = {name: arguments.get(f"output_{name}", getattr(config, f"output_{name}", False)) for name in names}
-    return {name: value for name, value in values.items() if value}
 
 
 def sums_of(connection: ResidualConnection, name: str, states: tuple[Any, ...], selection: Any) -> tuple[Any, ...]:
@@ -44,4 +35,4 @@ def sums_of(connection: ResidualConnection, name: str, states: tuple[Any, ...], 
     return tuple(compute(state) if i in chosen else None for i, state in enumerate(states))
 
 
-__all__ = ["RECORDS", "SUMS", "requested", "sums_of"]
+__all__ = ["RECORDS", "SUMS", "sums_of"]
