@@ -128,6 +128,16 @@ class AttnResKimiK3ImageProcessor(BaseImageProcessor):
         group = patch * self.merge_size
         return ImageSizes(*smaller, *(math.ceil(side / group) * group for side in smaller))
 
+    def grid(self, width: int, height: int) -> list[int]:
+        """Return 1 and the numbers of rows and columns of patches of an image.
+
+        Args:
+            width: Width of the image in pixels.
+            height: Height of the image in pixels.
+        """
+        sizes = self.sizes(width, height)
+        return [1, sizes.padded_height // self.patch_size, sizes.padded_width // self.patch_size]
+
     def fetch_images(self, images: Any) -> Any:
         """Open images, and keep their transparency, which `transformers` drops from files.
 
@@ -172,11 +182,9 @@ class AttnResKimiK3ImageProcessor(BaseImageProcessor):
         """
         opened: Any = make_flat_list_of_images(self.fetch_images(images))  # of PIL, as fetched
         values = [self._patches(image) for image in opened]
-        sizes = [self.sizes(*image.size) for image in opened]
-        grids = [[1, s.padded_height // self.patch_size, s.padded_width // self.patch_size] for s in sizes]
         data = {
             "pixel_values": torch.cat(values),
-            "image_grid_thw": torch.tensor(grids),
+            "image_grid_thw": torch.tensor([self.grid(*image.size) for image in opened]),
             "image_sizes": torch.tensor([image.size for image in opened]),
         }
         return BatchFeature(data=data, tensor_type=return_tensors)

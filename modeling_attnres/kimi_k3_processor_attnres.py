@@ -77,21 +77,29 @@ class AttnResKimiK3Processor(ProcessorMixin):
                 )
         return super().prepare_inputs_layout(images=images, text=text, **kwargs)
 
+    def image_prompt(self, width: int, height: int) -> str:
+        """Return the text that stands for an image in a prompt.
+
+        Args:
+            width: Width of the original image in pixels.
+            height: Height of the original image in pixels.
+
+        Returns:
+            The size, and one token for each group of patches, between the tokens of media.
+        """
+        _, rows, columns = self.image_processor.grid(width, height)
+        tokens = IMAGE_TOKEN * (rows * columns // self.image_processor.merge_size**2)
+        return f"<|media_begin|>image {width}x{height}<|media_content|>{tokens}<|media_end|>"
+
     def replace_image_token(self, image_inputs: dict[str, Any], image_idx: int, **kwargs: Any) -> str:
-        """Return the text that stands for an image.
+        """Return [`image_prompt`] of an image.
 
         Args:
             image_inputs: What the image processor returned.
             image_idx: The index of the image.
             kwargs: Arguments of the image processor, which have no effect.
-
-        Returns:
-            The size of the original image, and one token for each group of patches, between the tokens of media.
         """
-        width, height = (int(side) for side in image_inputs["image_sizes"][image_idx])
-        patches = int(image_inputs["image_grid_thw"][image_idx].prod())
-        tokens = IMAGE_TOKEN * (patches // self.image_processor.merge_size**2)
-        return f"<|media_begin|>image {width}x{height}<|media_content|>{tokens}<|media_end|>"
+        return self.image_prompt(*map(int, image_inputs["image_sizes"][image_idx]))
 
     @property
     def unused_input_names(self) -> list[str]:

@@ -11,7 +11,9 @@ from typing import Any, cast
 import torch
 from accelerate import PartialState
 from transformers import (
+    AutoImageProcessor,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,11 +23,11 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
-from attnres import ResidualConfig
+from attnres import AttnResKimiK3Processor, ResidualConfig
 from attnres.checkpoints.generation_settings import check_generation_saving
 from attnres.checkpoints.kimi_k3 import is_packed
 from attnres.checkpoints.source import SPECIAL_TOKENS, ModelSource
-from attnres.checkpoints.whole import Part, check_memory
+from attnres.checkpoints.whole import Part, check_memory, load_whole
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
 from attnres.conversion.family import retrofit_config
@@ -165,6 +167,31 @@ def open_tokenizer(name: str, remedy: str = "", trust_remote_code: bool = False)
     return tokenizer
 
 
+def open_processor(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> AttnResKimiK3Processor | None:
+    """Load the processor of the model of a recipe with `images`; return `None` for a recipe without.
+
+    Args:
+        recipe: The recipe of the run.
+        tokenizer: The tokenizer of the run, which the processor gets.
+
+    Raises:
+        ValueError: The model reads no images, or has no image processor.
+    """
+    if not recipe.images:
+        return None
+    source = recipe.source
+    if getattr(source.config(**recipe.config_fields), "vision_config", None) is None:
+        raise ValueError(f"{recipe.model} reads text alone, but `images` of the recipe is true: leave out `images`.")
+    try:
+        images = AutoImageProcessor.from_pretrained(source.name, revision=source.revision or "main")
+    except OSError as error:
+        raise ValueError(
+            f"{recipe.model} has no image processor ({' '.join(str(error).split())}). Copy the "
+            "preprocessor_config.json of its release."
+        ) from error
+    return AttnResKimiK3Processor(images, tokenizer)
+
+
 def check_model(recipe: Recipe, name: str) -> None:
     """Check that the configuration of a model that has weights gives a model that the recipe can train.
 
@@ -277,14 +304,18 @@ def prepare_model(
         model = build_model(recipe, config, part_of_process(recipe))
     else:
         start, build = Path(recipe.out) / START, partial(build_model, recipe, config)
+        load = partial(load_sharded, sharding=sharding, start=start, build=build, auto_class=_auto_class(recipe))
         # A checkpoint of an adapter has no weights of the base.
         if checkpoint is not None and recipe.lora is None:
-            model = load_sharded(checkpoint, sharding, start, build)
+            model = load(checkpoint)
         elif config is not None or recipe.retrofit is not None:
-            model = load_sharded(None, sharding, start, build)
+            model = load(None)
         else:
-            load = partial(load_sharded, sharding=sharding, start=start, build=build)
             model = recipe.source.build(load, **_packed_if_frozen(recipe) | recipe.config_fields)
+    if recipe.images:
+        # Both alike: a batch may hold no image, and then no part of these would get a gradient.
+        for part in (model.model.vision_tower, model.model.mm_projector):
+            part.requires_grad_(False)
     if recipe.lora is not None:
         from .lora import add_adapters  # here, since `peft` comes with an extra
 
@@ -328,7 +359,8 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
     if config is not None:
         model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
     elif options is None:
-        model = recipe.source.build(starts_anew=True, part=part, **_packed_if_frozen(recipe) | recipe.config_fields)
+        load = partial(load_whole, _auto_class(recipe))
+        model = recipe.source.build(load, starts_anew=True, part=part, **_packed_if_frozen(recipe) | recipe.config_fields)
     else:
         loaded = None if part is None else partial(_part_of_retrofit, options, part)
         model = recipe.source.build(load_source, starts_anew=True, part=loaded, **recipe.config_fields)
@@ -336,6 +368,11 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
         # A retrofit of the whole model refuses one that is offloaded.
         model = retrofit(model, **options) if part is None else retrofit_part(model, **options)
     return model
+
+
+def _auto_class(recipe: Recipe) -> type:
+    """Return the Auto class that loads the model of a recipe."""
+    return AutoModelForImageTextToText if recipe.images else AutoModelForCausalLM
 
 
 def _packed_if_frozen(recipe: Recipe) -> dict[str, Any]:
@@ -353,6 +390,7 @@ __all__ = [
     "build_model",
     "check_model",
     "check_training_memory",
+    "open_processor",
     "open_tokenizer",
     "prepare_arguments",
     "prepare_model",

@@ -129,6 +129,8 @@ class Recipe:
         streaming: Read the data during training, instead of tokenising all of it first.
         bad_rows: `error` ends the run at a row that cannot be used. `skip` leaves such rows out and counts them.
         chat: The data is conversations. Only the assistant's part is learned.
+        images: With `chat`, conversations may hold images, and the model is trained with its vision part, which stays
+            as it is. Each conversation is a sequence of its own, of at most `length` tokens.
         length: Tokens in a sequence.
         separate_documents: Keep the documents of a sequence apart: a token attends only to its own document, and each
             document begins at position 0.
@@ -191,6 +193,7 @@ class Recipe:
     streaming: StrictBool = False
     bad_rows: BadRows = "error"
     chat: StrictBool = False
+    images: StrictBool = False
     # Each token is predicted from earlier ones.
     length: Annotated[Whole, Field(ge=2, lt=2**31)] = 1024
     separate_documents: StrictBool = False
@@ -282,6 +285,27 @@ class Recipe:
                 "`trainer.neftune_noise_alpha` of the recipe does not work with `sequence_parallel`, where each "
                 "process has a part of the embedding: leave out one of them."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_images(self) -> "Recipe":
+        """Raise ValueError if a key does not work with images."""
+        if not self.images:
+            return self
+        if not self.chat:
+            raise ValueError("`images` of the recipe is for conversations: set `chat` to true, or leave `images` out.")
+        if self.source.is_named:
+            raise ValueError(f"{self.model} starts from scratch and has no vision part: leave out `images`.")
+        sharding = self.distributed
+        for name, is_set in {
+            "retrofit": self.retrofit is not None,
+            "streaming": self.streaming,
+            "separate_documents": self.separate_documents,
+            "pipeline": self.pipeline is not None,
+            "distributed.tp_size": sharding is not None and (sharding.tp_size or 1) > 1,
+        }.items():
+            if is_set:
+                raise ValueError(f"`images` of the recipe does not work with `{name}`: leave out one of them.")
         return self
 
     @model_validator(mode="after")

@@ -230,6 +230,8 @@ def _write_model(
         if is_main:
             (partial_dir / "training_args.bin").unlink(missing_ok=True)
             save_tokenizer(tokenizer, partial_dir)
+            if kind == MODEL and trainer.processor is not None:
+                trainer.processor.save_pretrained(partial_dir)
             if kind == MODEL:
                 model = trainer.accelerator.unwrap_model(trainer.model)
                 _write_card(partial_dir, model, trainer, name, results)

@@ -39,7 +39,7 @@ from .parallel.sharding import (
     make_sharding,
     shard_by_deepspeed_later,
 )
-from .prepare import prepare_arguments, prepare_model, prepare_source, set_steps
+from .prepare import open_processor, prepare_arguments, prepare_model, prepare_source, set_steps
 from .recipe import Recipe
 from .report import collect_results, describe_results, describe_run, write_run
 from .run_folder import check_data, check_length, hold_folder, record_run
@@ -107,7 +107,8 @@ def _train_in_folder(
             if arguments.load_best_model_at_end:
                 check_best(Path(checkpoint))
         tokenizer, config = prepare_source(recipe, name)
-        data = prepare_data(recipe, tokenizer)
+        processor = open_processor(recipe, tokenizer)
+        data = prepare_data(recipe, tokenizer, processor)
         set_steps(arguments, recipe, recipe.count_steps(data.sequences))
         digests, resuming = data.digests, []
         if state.is_main_process:
@@ -129,7 +130,7 @@ def _train_in_folder(
             trainer = PipelineTrainer(pipeline, recipe, arguments, **options)
             shares = describe_pipeline(pipeline)
         else:
-            trainer = AttnResTrainer(model, recipe, arguments, **options)
+            trainer = AttnResTrainer(model, recipe, arguments, processor=processor, **options)
             shares = describe_sharding(trainer, sharding)
         shard_by_deepspeed_later()
         trainer.remove_callback(PrinterCallback)

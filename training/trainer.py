@@ -28,12 +28,14 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, get_last_checkpoint
 from transformers.utils.generic import is_flash_attention_requested
 
+from attnres import AttnResKimiK3Processor
 from attnres.configuration_attnres import ResidualConfig
 from attnres.residual_attnres import residual_tensors
 from attnres.utils.token_ids import check_token_ids
 
 from .callbacks import ExpertBalance, Intervals, LossAhead, Monitor, StopOnSignal
 from .data import IGNORED
+from .data.images import collate_images
 from .optimizer import build_optimizer, build_schedule
 from .recipe import Recipe
 from .saving import ResumableTrainer
@@ -48,13 +50,11 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         rows: The rows.
 
     Returns:
-        `input_ids`, `labels` and, if the rows have them, `position_ids`, int64 `[batch, seq]`; the rows' numbers
-        `[batch]`, for held-out data; and `documents`, the places of each row.
+        `input_ids`, `labels` and, if the rows have them, `position_ids`, int64 `[batch, seq]`; and `documents`, the
+        places of each row.
     """
     names = [name for name in ("input_ids", "labels", "position_ids") if name in rows[0]]
     batch = {name: torch.stack([row[name] for row in rows]).long() for name in names}
-    if ROW in rows[0]:
-        batch[ROW] = torch.tensor([row[ROW] for row in rows])
     return batch | {"documents": [row["documents"] for row in rows]}
 
 
@@ -121,10 +121,12 @@ class AttnResTrainer(ResumableTrainer):
         model: The model, whole or sharded among the processes by `transformers`.
         recipe: The recipe of the run.
         arguments: The arguments that [`attnres.training.prepare.prepare_arguments`] makes from the recipe.
+        processor: The processor of a model that is trained on images.
         options: Other arguments of `Trainer`, such as the data sets.
 
     Attributes:
         recipe: The recipe.
+        processor: The processor of a model that is trained on images.
         stopping: The callback that ends the run after SIGTERM.
 
     Raises:
@@ -133,10 +135,17 @@ class AttnResTrainer(ResumableTrainer):
             `evaluate`: the held-out loss is not.
     """
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe, arguments: TrainingArguments, **options):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        recipe: Recipe,
+        arguments: TrainingArguments,
+        processor: AttnResKimiK3Processor | None = None,
+        **options: Any,
+    ):
         if recipe.separate_documents:
             _check_separable(model, recipe)
-        self.recipe = recipe
+        self.recipe, self.processor = recipe, processor
         self._ahead = LossAhead()
         callbacks = [Intervals(), *self._callbacks(), self._ahead]
         self.stopping = StopOnSignal(self)
@@ -160,8 +169,14 @@ class AttnResTrainer(ResumableTrainer):
         return {}
 
     def _collate(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Make a batch of rows. Raise ValueError if it has a token id that the model does not know."""
-        batch = collate(rows)
+        """Make a batch of rows, of held-out data with their numbers `[batch]`.
+
+        Raises:
+            ValueError: The batch has a token id that the model does not know.
+        """
+        batch = collate(rows) if self.processor is None else collate_images(self.processor, rows)
+        if ROW in rows[0]:
+            batch[ROW] = torch.tensor([row[ROW] for row in rows])
         check_token_ids(batch["input_ids"], self.model, f"the data ({'; '.join(batch['documents'])})")
         return batch
 

@@ -38,8 +38,8 @@ with require_extra("train"):
 SHUFFLE_BUFFER = 2048  # blocks in memory, among which a stream is shuffled
 
 _VERSION = 4  # of the cache's content: raise it when the same data would give other tokens or blocks
+DIGEST = "digest.txt"  # the name of the file with the digest of a data set, beside it
 _TOKENS, _BLOCKS, _SKIPPED, _COUNTS = "tokens.arrow", "blocks.arrow", "skipped.json", "counts.json"
-_DIGEST = "digest.txt"
 _MANIFEST = "manifest.json"  # of a cache folder: the size and checksum of each file
 _TOKENS_AT_ONCE = 1 << 22
 
@@ -226,7 +226,7 @@ def _write_blocks(token_folder: Path, length: int, seed: int | None, folder: Pat
     if not count:
         raise ValueError(_describe_no_block(name, len(documents), total, length, skipped))
     (folder / _SKIPPED).write_text(json.dumps(vars(skipped)))
-    (folder / _DIGEST).write_text(" ".join(digest.hexdigest() for digest in digests))
+    (folder / DIGEST).write_text(" ".join(digest.hexdigest() for digest in digests))
     (folder / _COUNTS).write_text(json.dumps({"document": len(documents), "token": total}))
 
 
@@ -267,7 +267,7 @@ def digest_of(blocks: Dataset) -> str:
 
     The digest does not depend on the names and dates of files. A selection has the digest of the whole data set.
     """
-    return Path(blocks.cache_files[0]["filename"]).with_name(_DIGEST).read_text()
+    return Path(blocks.cache_files[0]["filename"]).with_name(DIGEST).read_text()
 
 
 def _order(seed: int, stage: int, count: int) -> np.ndarray:

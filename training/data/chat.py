@@ -13,13 +13,17 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from attnres.utils.wording import counted
+
 from . import IGNORED
 from .typed_tokens import holds_marks, mark_typed, rename_special, special_tokens_of, text_tokenizer, without_marks
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") -> Callable[[dict], dict]:
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, column: str = "messages", processor: Any = None
+) -> Callable[[dict], dict]:
     """Return a function that encodes a row with a conversation.
 
     Two kinds of templates work. One kind marks the assistant's part by `{% generation %}`: the marked text is learned,
@@ -32,6 +36,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") ->
     Args:
         tokenizer: A tokenizer with a chat template.
         column: The column of the messages.
+        processor: The processor of a model that reads images, `AttnResKimiK3Processor`. In the content of a message,
+            `{"type": "image", "size": [width, height]}` then stands for an image of this size in pixels.
 
     Returns:
         A function of a row. The row has, in `column`, a list of messages `{"role": ..., "content": ...}`, with
@@ -47,7 +53,10 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, column: str = "messages") ->
             "The tokenizer has no chat template: set its `chat_template`, or add a `chat_template.jinja` to its files."
         )
     added = frozenset([*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids])
-    return _ChatEncoder(tokenizer, column, added, special_tokens_of(tokenizer))
+    special = special_tokens_of(tokenizer)
+    # The placeholder is no token, but in the text of a message it must not stand for an image.
+    special = special if processor is None else (processor.image_token, *special)
+    return _ChatEncoder(tokenizer, column, added, special, processor)
 
 
 @dataclass(frozen=True)
@@ -58,9 +67,12 @@ class _ChatEncoder:
     column: str
     added_tokens: frozenset[int]  # control tokens: one of them ends a turn
     special_tokens: tuple[str, ...]  # their names, of those that are not text
+    processor: Any = None
 
     def __call__(self, row: dict[str, Any]) -> dict[str, list[int]]:
         messages, tools = _messages(row, self.column), _tools(row)
+        if self.processor is None and any(image_parts(message) for message in messages):
+            raise ValueError(f"`{self.column}` holds an image. Give images=true, and a model that reads images.")
         typed = mark_typed([messages, tools], self.special_tokens)
         if typed == [messages, tools]:
             return self._encode(messages, tools)
@@ -85,6 +97,9 @@ class _ChatEncoder:
             else:
                 end = self._without_trailing_space(ids, start, end)
             labels[start:end] = ids[start:end]
+        if self.processor is not None:
+            image = self.processor.image_token_id
+            labels = [IGNORED if label == image else label for label in labels]
         if all(label == IGNORED for label in labels):
             raise ValueError("the chat template renders no text of the assistant's turns.")
         return {"input_ids": ids, "labels": labels}
@@ -99,7 +114,7 @@ class _ChatEncoder:
             [messages], tools=tools, chat_template=template, return_assistant_tokens_mask=True, **special
         )
         (text,), (parts,) = rendered
-        return text, [(start, end) for start, end in parts if start < end]
+        return self._with_images(text, messages, [(start, end) for start, end in parts if start < end])
 
     def _unmarked(self, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the start and end of what each assistant turn adds to its prompt."""
@@ -151,7 +166,27 @@ class _ChatEncoder:
         text: Any = self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-        return text  # a text since `tokenize` is false
+        return self._with_images(text, messages, [])[0]  # a text since `tokenize` is false
+
+    def _with_images(
+        self, text: str, messages: list[dict], parts: list[tuple[int, int]]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return a text with the prompts of images in place of placeholders, and the parts at their new places."""
+        images = [part for message in messages for part in image_parts(message)]
+        if self.processor is None or not images:
+            return text, parts
+        placeholder = self.processor.image_token
+        pieces = text.split(placeholder)
+        if len(pieces) != len(images) + 1:
+            raise ValueError(f"the chat template renders {len(pieces) - 1} of {counted(len(images), 'image')}.")
+        prompts = [self.processor.image_prompt(*part["size"]) for part in images]
+        joined = "".join(piece + prompt for piece, prompt in zip(pieces, [*prompts, ""]))
+
+        def moved(place: int) -> int:
+            before = prompts[: text.count(placeholder, 0, place)]
+            return place + sum(len(prompt) - len(placeholder) for prompt in before)
+
+        return joined, [(moved(start), moved(end)) for start, end in parts]
 
     def _tokens(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
@@ -226,10 +261,17 @@ def _tools(row: dict[str, Any]) -> list | None:
     return tools or None
 
 
+def image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a message's content that are images."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if isinstance(part, dict) and part.get("type") in ("image", "image_url")]
+
+
 def _common_prefix(first: list[int], second: list[int]) -> int:
     """Return the length of the longest common prefix of two lists."""
     pairs = zip(first, second)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-__all__ = ["IGNORED", "encode_chat"]
+__all__ = ["IGNORED", "encode_chat", "image_parts"]

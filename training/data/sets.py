@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +13,7 @@ from ..recipe import Recipe
 from .blocks import DataSpec, digest_of, load_blocks, select_rows
 from .chat import encode_chat
 from .documents import file_identities
+from .images import load_conversations
 
 with require_extra("train"):
     from datasets import Dataset, IterableDataset
@@ -39,12 +40,13 @@ class RunData(NamedTuple):
         return len(self.train) if isinstance(self.train, Dataset) else None
 
 
-def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RunData:
+def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, processor: Any = None) -> RunData:
     """Tokenise the data of a recipe, and divide it into sequences to train on and sequences held out.
 
     Args:
         recipe: The recipe of the run.
         tokenizer: The tokenizer of the run.
+        processor: The processor of the model, for data with images.
 
     Returns:
         The data.
@@ -54,9 +56,12 @@ def prepare_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RunData:
         ValueError: A data set, file or row cannot be used, or there are too few sequences.
     """
     spec = DataSpec(recipe.train, recipe.split, recipe.column, recipe.streaming, recipe.bad_rows)
-    encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
-    options = {"encode": encode, "separate": recipe.separate_documents}
-    load_spec = partial(load_blocks, tokenizer=tokenizer, length=recipe.length, **options)
+    if processor is None:
+        encode = encode_chat(tokenizer, recipe.column) if recipe.chat else None
+        options = {"encode": encode, "separate": recipe.separate_documents}
+        load_spec: Any = partial(load_blocks, tokenizer=tokenizer, length=recipe.length, **options)
+    else:
+        load_spec = partial(load_conversations, processor=processor, length=recipe.length)
     train = load_spec(spec, seed=recipe.seed)
     # The tokens of a stream are not known yet: its files stand in for them.
     digests = {"train": digest_of(train) if isinstance(train, Dataset) else repr(file_identities(spec))}

@@ -164,7 +164,12 @@ def shard_by_deepspeed_later() -> None:
 
 
 def load_sharded(
-    source: str | None, sharding: DistributedConfig, start: Path, build: Callable[[], PreTrainedModel], **config: Any
+    source: str | None,
+    sharding: DistributedConfig,
+    start: Path,
+    build: Callable[[], PreTrainedModel],
+    auto_class: Any = AutoModelForCausalLM,
+    **config: Any,
 ) -> PreTrainedModel:
     """Load a model of which each process has a part.
 
@@ -173,6 +178,7 @@ def load_sharded(
         sharding: The sharding of the model among the processes.
         start: A temporary folder for the whole model, if the processes cannot load their parts from `source`.
         build: A function that builds the whole model for that folder; the first process calls it.
+        auto_class: The Auto class of the model.
         config: Fields of the configuration to set in a model from `source`.
 
     Returns:
@@ -181,8 +187,8 @@ def load_sharded(
     Raises:
         OSError, RuntimeError, ValueError: The model cannot be loaded or sharded.
     """
-    if source is not None and not _joins_tensors(source):
-        model = load_whole(AutoModelForCausalLM, source, starts_anew=True, distributed_config=sharding, **config)
+    if source is not None and not _joins_tensors(source, auto_class):
+        model = load_whole(auto_class, source, starts_anew=True, distributed_config=sharding, **config)
         return sum_gradients_of_norms(model)
     state = PartialState()
     if state.is_main_process:
@@ -192,9 +198,7 @@ def load_sharded(
     try:
         # A saved configuration has all fields but this one, which is for loading.
         packed = {name: value for name, value in config.items() if name == "packed_experts"}
-        model = AutoModelForCausalLM.from_pretrained(
-            start, distributed_config=sharding, trust_remote_code=False, **packed
-        )
+        model = auto_class.from_pretrained(start, distributed_config=sharding, trust_remote_code=False, **packed)
     finally:
         state.wait_for_everyone()
         if state.is_main_process:
@@ -207,7 +211,7 @@ def load_sharded(
     return sum_gradients_of_norms(model)
 
 
-def _joins_tensors(source: str) -> bool:
+def _joins_tensors(source: str, auto_class: Any) -> bool:
     """Return whether loading the model joins several tensors of its published layout to one.
 
     Such a layout cannot be sharded while it is loaded. `transformers` would join the parts that a process has of each
@@ -222,7 +226,7 @@ def _joins_tensors(source: str) -> bool:
     if isinstance(config, AttnResKimiK3Config):
         return False  # its class joins them before they are sharded, or stacks them along the axis that is sharded
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class.from_config(config)
     return any(isinstance(rule, WeightConverter) for rule in get_model_conversion_mapping(model, add_legacy=False))
 
 
