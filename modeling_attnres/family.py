@@ -39,7 +39,7 @@ from .kimi_k3_processor_attnres import AttnResKimiK3Processor
 from .kimi_k3_vision_attnres import AttnResKimiK3ForConditionalGeneration
 from .kimi_k3_vision_configuration_attnres import AttnResKimiK3VisionConfig
 from .kimi_linear_configuration_attnres import AttnResConfig
-from .kimi_tokenizer import load_kimi_tokenizer
+from .kimi_tokenizer import TikTokenTokenizer
 from .modeling_attnres import (
     AttnResForCausalLM,
     AttnResForSequenceClassification,
@@ -213,9 +213,7 @@ for _auto_class, _name in AttnResKimiK3ForConditionalGeneration.auto_classes.ite
 _image_classes = dict.fromkeys(("pil", "torchvision"), AttnResKimiK3ImageProcessor)
 transformers.AutoImageProcessor.register(AttnResKimiK3Config, image_processor_classes=_image_classes, exist_ok=True)
 transformers.AutoProcessor.register(AttnResKimiK3Config, AttnResKimiK3Processor, exist_ok=True)
-# As above: a saved processor has a tokenizer of `transformers`, and needs no reader of a release.
-# pyrefly: ignore[bad-assignment]
-AttnResKimiK3Processor._load_tokenizer_from_pretrained = classmethod(load_kimi_tokenizer)
+transformers.AutoTokenizer.register(AttnResKimiK3Config, TikTokenTokenizer, exist_ok=True)
 for _backbone, _sublayers in BACKBONES.items():
     if _backbone != AttnResConfig.backbone:
         add_backbone(_backbone, _sublayers)

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import CHAT_TEMPLATE_FILE, cached_file
 
 RANKS = "tiktoken.model"
 K3_CHAT_TEMPLATE = Path(__file__).parent / "templates" / "kimi_k3_chat_template.jinja"
-_RELEASED_CLASS = "TikTokenTokenizer"
 # After the ranks follow this many control tokens. Those that `tokenizer_config.json` does not name are reserved.
 CONTROL_TOKENS = 256
 _OF_THE_RELEASED_CLASS = {"added_tokens_decoder", "auto_map", "tokenizer_class"}
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+_NO_FIELDS = {*_HUB_OPTIONS, "code_revision", "proxies", "resume_download", "trust_remote_code", "use_fast"}
 _IF_THERE = {"_raise_exceptions_for_missing_entries": False}
 # Words as the release splits text before it merges bytes: Chinese characters apart from other letters, letters with the
 # character before them and an English ending, up to three digits, punctuation, line breaks, spaces.
@@ -103,7 +103,7 @@ def read_kimi_tokenizer(
     Raises:
         ValueError: The table of ranks is damaged, or two control tokens have one name.
     """
-    if config.get("tokenizer_class") != _RELEASED_CLASS:
+    if config.get("tokenizer_class") != TikTokenTokenizer.__name__:
         return None
     path, template = (cached_file(source, name, **options, **_IF_THERE) for name in (RANKS, CHAT_TEMPLATE_FILE))
     if path is None:
@@ -145,24 +145,28 @@ def read_kimi_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **fields)
 
 
-def load_kimi_tokenizer(
-    processor_class: type[ProcessorMixin], kind: str, source: str | os.PathLike, **options: Any
-) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a processor, of a release without running its code.
+class TikTokenTokenizer:
+    """The name that releases have for their tokenizer; `AutoTokenizer` finds [`from_pretrained`] by it."""
 
-    Args:
-        processor_class: The class of the processor.
-        kind: The name of the tokenizer in the processor.
-        source: The folder or Hub id of a release or of a saved model.
-        options: Arguments of `AutoTokenizer.from_pretrained`, such as `revision`.
+    @classmethod
+    def from_pretrained(cls, source: str | os.PathLike, *inputs: Any, **options: Any) -> PreTrainedTokenizerBase:
+        """Load the tokenizer of a release without running its code.
 
-    Returns:
-        The tokenizer.
-    """
-    hub = {key: options[key] for key in _HUB_OPTIONS if options.get(key) is not None}
-    if (released := read_kimi_tokenizer(source, get_tokenizer_config(source, **hub), **hub)) is not None:
-        return released
-    return ProcessorMixin._load_tokenizer_from_pretrained.__func__(processor_class, kind, source, **options)
+        Args:
+            source: The folder or Hub id.
+            inputs: Other arguments of `PreTrainedTokenizerFast.from_pretrained`.
+            options: Others by name, such as `revision` or `padding_side`.
+
+        Returns:
+            A fast tokenizer: of the table of ranks or, where the source has none, of its `tokenizer.json`.
+
+        Raises:
+            ValueError: As [`read_kimi_tokenizer`].
+        """
+        hub = {key: options[key] for key in _HUB_OPTIONS if options.get(key) is not None}
+        others = {key: value for key, value in options.items() if key not in _NO_FIELDS and not key.startswith("_")}
+        released = read_kimi_tokenizer(source, get_tokenizer_config(source, **hub) | others, **hub)
+        return PreTrainedTokenizerFast.from_pretrained(source, *inputs, **options) if released is None else released
 
 
-__all__ = ["K3_CHAT_TEMPLATE", "RANKS", "load_kimi_tokenizer", "read_kimi_tokenizer", "read_ranks"]
+__all__ = ["K3_CHAT_TEMPLATE", "RANKS", "TikTokenTokenizer", "read_kimi_tokenizer", "read_ranks"]

@@ -360,7 +360,9 @@ def build_model(recipe: Recipe, config: PreTrainedConfig | None, part: Part | No
         model = AutoModelForCausalLM.from_config(config) if part is None else make_part(config, part)
     elif options is None:
         load = partial(load_whole, _auto_class(recipe))
-        model = recipe.source.build(load, starts_anew=True, part=part, **_packed_if_frozen(recipe) | recipe.config_fields)
+        model = recipe.source.build(
+            load, starts_anew=True, part=part, **_packed_if_frozen(recipe) | recipe.config_fields
+        )
     else:
         loaded = None if part is None else partial(_part_of_retrofit, options, part)
         model = recipe.source.build(load_source, starts_anew=True, part=loaded, **recipe.config_fields)
