@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from attnres.checkpoints.whole import load_whole
@@ -48,8 +48,9 @@ def test_a_sharded_model_does_not_refer_to_code_that_came_with_its_source(llama,
 def test_a_wrong_field_of_the_configuration_is_named_whether_the_model_is_sharded_or_not(
     sharding, llama, tmp_path, monkeypatch
 ):
-    def load(source, sharding, start, build, **config):
-        return load_whole(AutoModelForCausalLM, source, **config)
+
+    def load(source, sharding, start, build, auto_class, **config):
+        return load_whole(auto_class, source, **config)
 
     monkeypatch.setattr(prepare, "load_sharded", load)
     recipe = recipe_of(llama, tmp_path, config={"rms_norm_epsilon": 1e-5})
