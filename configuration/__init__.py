@@ -10,6 +10,7 @@ from dataclasses import fields
 
 from attnres import CONNECTIONS, AttnResConfig, AttnResKimiK3Config
 from attnres.attention_gate_attnres import GATE_FIELDS
+from attnres.mtp_attnres import MTP_FIELDS
 from attnres.utils.packaged import configuration_names, configurations
 from attnres.utils.wording import did_you_mean
 from attnres.value_residual_attnres import VALUE_RESIDUAL_FIELDS
@@ -74,6 +75,7 @@ def _check_fields(overrides: dict, config_class: type[AttnResConfig]) -> None:
     """Raise ValueError if an override is neither a field of the configuration nor one of `_SETTINGS`."""
     known_fields = {field.name for field in fields(config_class)} | {*_SETTINGS}
     known_fields.update(GATE_FIELDS, VALUE_RESIDUAL_FIELDS, *(connection.fields for connection in CONNECTIONS.values()))
+    known_fields |= {*MTP_FIELDS, "num_nextn_predict_layers"}
     known_fields.update(config_class.attribute_map.values())  # the names in the released model
     if config_class is AttnResKimiK3Config:
         known_fields.add("linear_attn_config")  # the released model has some fields there

@@ -26,6 +26,7 @@ from attnres import (
     ResidualConnection,
 )
 from attnres.attention_gate_attnres import GATE_FIELDS, GatedAttention, check_attention_gate, gate_tensors
+from attnres.mtp_attnres import MTP_FIELDS
 from attnres.residual_attnres import ResidualNorm, residual_tensors
 from attnres.value_residual_attnres import (
     VALUE_RESIDUAL_FIELDS,
@@ -86,6 +87,7 @@ def backbone_config(config: ResidualConfig) -> PreTrainedConfig:
         *ResidualConfig.__annotations__,
         *GATE_FIELDS,
         *VALUE_RESIDUAL_FIELDS,
+        *MTP_FIELDS,
         *chain(*(c.fields for c in CONNECTIONS.values())),
     }
     fields = {key: value for key, value in config.to_dict().items() if key not in family_fields}

@@ -29,6 +29,7 @@ class Display(TrainerCallback):
     # Key of the log -> its name on the screen, and its format.
     SHOWN = {
         "loss": ("loss", ".4f"),
+        "mtp_loss": ("of two tokens ahead", ".4f"),
         "eval_loss": ("held-out loss", ".4f"),
         "learning_rate": ("rate", ".2e"),
         "grad_norm": ("gradient norm", ".2f"),

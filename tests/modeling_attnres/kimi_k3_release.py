@@ -125,10 +125,14 @@ def shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         }
 
     result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (fields["vocab_size"], hidden)}
-    for i in range(fields["num_hidden_layers"]):
+    layers = fields["num_hidden_layers"]
+    for i in range(layers + fields["num_nextn_predict_layers"]):
         layer, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         result[f"{layer}.input_layernorm.weight"] = result[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        if fields.get("attn_res_block_size"):
+        if i >= layers:  # for multi-token prediction, as in vLLM
+            result |= {f"{layer}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            result[f"{layer}.eh_proj.weight"] = (hidden, 2 * hidden)
+        elif fields.get("attn_res_block_size"):
             for name in ("self_attention_res", "mlp_res"):
                 result |= {f"{layer}.{name}_proj.weight": (1, hidden), f"{layer}.{name}_norm.weight": (hidden,)}
         if i + 1 in linear["kda_layers"]:

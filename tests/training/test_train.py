@@ -32,10 +32,12 @@ pytestmark = pytest.mark.slow
 
 SIZES = ("length=64", "batch_size=4", "micro_batch_size=2", "tokens=null", "steps=12", "save_every=4", "log_every=2")
 FEW = "held_out_sequences=8"  # most of the time would go into held-out losses
-# A hybrid model with experts from scratch, with Muon and balancing. A retrofit of a dense model, with AdamW: the first
+MTP = "mtp_loss_weight=0.3"
+# A hybrid model with experts and a layer for multi-token prediction, from scratch, with Muon and balancing. A
+# retrofit of a dense model, with AdamW: the first
 # nine steps train only its residual tensors. The same retrofit with settings that save memory, on a stream.
 RUNS = {
-    "pretrain": ("pretrain", "model=attnres-tiny", "config={num_hidden_layers: 4}", "tokenizer={source}", FEW),
+    "pretrain": ("pretrain", "model=attnres-tiny", "config={num_hidden_layers: 4}", "tokenizer={source}", MTP, FEW),
     "heal": ("heal", "model={retrofit}", "residual_alone=0.75", FEW),
     "finetune": (
         "finetune",
@@ -153,7 +155,8 @@ def test_the_screen_shows_the_run_its_losses_and_its_results(uninterrupted):
         assert "gradient norm" in screen and "tokens/s" in screen
         assert " (before training " in screen and f"Written to {out}" in screen
         assert "depth entropy " in screen
-    assert "expert overload" in (uninterrupted["pretrain"] / "screen.txt").read_text()
+    screen = (uninterrupted["pretrain"] / "screen.txt").read_text()
+    assert "expert overload" in screen and "of two tokens ahead" in screen
 
 
 def test_tensorboard_shows_the_numbers_of_the_run(uninterrupted):
