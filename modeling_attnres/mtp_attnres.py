@@ -324,10 +324,16 @@ if MtpModel is not None:
             self._final = FinalState()
             self.model_kwargs_overrides = {"final": self._final}
 
-        def get_candidates(self, input_ids: Tensor, model_kwargs: Any, model_outputs: Any, **kwargs: Any) -> Any:
+        def get_candidates(
+            self, input_ids: Tensor, model_kwargs: Any, model_outputs: Any, *, n_last_matches: int, **kwargs: Any
+        ) -> Any:
             """Return the tokens with their draft; see `transformers`."""
             if model_outputs is not None:
                 model_outputs["hidden_states"] = (self._final.state,)
+                if self.is_main_model_prefill:
+                    # Where a cache held a part of the prompt, there are no states of it, and the layer reads the rest.
+                    self.is_main_model_prefill, n_last_matches = False, self._final.state.shape[1] - 1
+            kwargs["n_last_matches"] = n_last_matches
             return super().get_candidates(input_ids, model_kwargs, model_outputs, **kwargs)
 
 

@@ -38,9 +38,17 @@ def passes(model: PreTrainedModel, prompt: Tensor = PROMPT, **options) -> tuple[
 
 
 @drafts
-@pytest.mark.parametrize("fields", [{}, {"residual_connection": "standard"}, {"attention_gate": "sdpa"}])
-def test_random_drafts_change_no_token(backbones, fields):
-    model = model_on(backbones, **fields)
+@pytest.mark.parametrize(
+    ("backbone", "fields"),
+    [
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"residual_connection": "standard"}),
+        ("deepseek_v3", {"attention_gate": "sdpa"}),
+        ("kimi_linear", {}),
+    ],
+)
+def test_random_drafts_change_no_token(backbones, backbone, fields):
+    model = model_on(backbones, backbone, **fields)
     tokens, count = passes(model, use_mtp=True)
     assert torch.equal(tokens, passes(model)[0]) and count > 12
 
@@ -72,7 +80,8 @@ def test_drafts_are_those_of_transformers_which_reads_the_layer_from_the_checkpo
 
 @drafts
 def test_a_trained_layer_saves_passes_and_changes_no_token(backbones):
-    config = backbones.member_config("deepseek_v3", num_nextn_predict_layers=1, mtp_loss_weight=1.0, num_hidden_layers=3)
+    fields = {"num_nextn_predict_layers": 1, "mtp_loss_weight": 1.0, "num_hidden_layers": 3}
+    config = backbones.member_config("deepseek_v3", **fields)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).train()
     text = (torch.arange(40) % 7 + 3).unsqueeze(0)
@@ -179,7 +188,7 @@ def test_wrong_fields_are_refused_in_one_line(backbones, fields, message):
     assert "\n" not in str(error.value)
 
 
-def test_the_layer_of_kimi_k3_is_loaded_and_saved_byte_for_byte(tmp_path):
+def test_the_layer_of_kimi_k3_is_loaded_and_saved_byte_for_byte_and_drafts(tmp_path):
     fields = release.text_fields(num_nextn_predict_layers=1)
     tensors = release.random_tensors(fields)
     source = release.write(tmp_path / "source", fields, tensors)
@@ -190,3 +199,6 @@ def test_the_layer_of_kimi_k3_is_loaded_and_saved_byte_for_byte(tmp_path):
     assert saved.keys() == {f"language_model.{name}" for name in tensors}
     assert all(torch.equal(saved[f"language_model.{name}"], tensor) for name, tensor in tensors.items())
     assert any(name.startswith("model.layers.7.self_attn.g_proj") for name in tensors)
+    if hasattr(GenerationConfig(), "use_mtp"):
+        model = model.float().eval()
+        assert torch.equal(passes(model, use_mtp=True)[0], passes(model)[0])
