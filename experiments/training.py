@@ -25,8 +25,8 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from attnres.training.checkpoints import check_checkpoint
 from attnres.training.optimizer import build_schedule, parameter_groups
+from attnres.training.resuming import check_checkpoint
 from attnres.training.saving import ResumableTrainer
 
 

@@ -29,8 +29,8 @@ from attnres.parameter_kinds import parameters_by_kind
 from attnres.utils.errors import about, is_lost_connection, is_timeout, why_not_written
 from attnres.utils.files import check_space
 
-from .checkpoints import cannot_resume_note, check_weights
 from .recipe import Recipe
+from .resuming import cannot_resume_note, check_weights
 from .run_folder import PARTIAL
 
 OPTIMIZER = "optimizer"  # the folder of a sharded model's optimizer in a checkpoint

@@ -26,7 +26,6 @@ from attnres.utils.progress import status
 from attnres.utils.quiet import quiet_transformers
 from attnres.utils.wording import counted
 
-from .checkpoints import check_best, check_checkpoint
 from .data.sets import prepare_data
 from .display import Display
 from .launch import check_launch, read_launch
@@ -42,6 +41,7 @@ from .parallel.sharding import (
 from .prepare import open_processor, prepare_arguments, prepare_model, prepare_source, set_steps
 from .recipe import Recipe
 from .report import collect_results, describe_results, describe_run, write_run
+from .resuming import check_best, check_checkpoint
 from .run_folder import check_data, check_length, hold_folder, record_run
 from .saving import check_disk
 from .trainer import AttnResTrainer

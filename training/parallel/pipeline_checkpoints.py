@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..checkpoints import cannot_resume, check_size
+from ..resuming import cannot_resume, check_size
 from .pipeline import TrainingPipeline
 
 LARGEST_FILE = 5 * 10**9  # bytes

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from attnres.training.checkpoints import check_best, check_checkpoint, check_weights
+from attnres.training.resuming import check_best, check_checkpoint, check_weights
 
 # What training writes into files of `torch.save`.
 CONTENT = {
