@@ -30,7 +30,6 @@ from attnres.utils.progress import ProgressBar, status
 from attnres.utils.wording import counted, printable, show_bytes
 
 from .choices import describe_unread, shown
-from .connections import owners
 
 
 def run_convert(
@@ -146,7 +145,7 @@ def _remark_on_blocks(config: ResidualConfig, num_blocks: int | None) -> str | N
         config: The configuration of the result.
         num_blocks: The number of blocks that the user gave; None if not given.
     """
-    if config.residual_connection != owners("num_blocks"):
+    if "block_size" not in config.connection.options:
         return None
     size, sublayers = block_sublayers(config), config.num_sublayers
     count = math.ceil(sublayers / size)
