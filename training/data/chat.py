@@ -118,6 +118,8 @@ class _ChatEncoder:
 
     def _unmarked(self, messages: list[dict], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
         """Return the conversation as text, and the start and end of what each assistant turn adds to its prompt."""
+        if any(map(image_parts, messages)):
+            raise ValueError("conversations with images need a chat template that marks answers by {% generation %}.")
         text, parts = self._render(messages, tools), []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -166,7 +168,7 @@ class _ChatEncoder:
         text: Any = self.tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-        return self._with_images(text, messages, [])[0]  # a text since `tokenize` is false
+        return text  # a text since `tokenize` is false
 
     def _with_images(
         self, text: str, messages: list[dict], parts: list[tuple[int, int]]

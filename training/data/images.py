@@ -151,9 +151,7 @@ def _with_sizes(
                 source = next((part[key] for key in ("image", "path", "bytes") if part.get(key) is not None), None)
                 source = next(waiting, None) if source is None else source
                 if source is None:
-                    raise ValueError(
-                        "an image of a message has no `path`, `image` or `bytes`, and no place in `images`."
-                    )
+                    raise ValueError("an image of a message must have a `path`, `image` or `bytes`, or be in `images`.")
                 sources.append(_as_stored(source, folder))
                 image = processor.image_processor.fetch_images(_opened(sources[-1]))  # decoded now, not in a later step
                 part = {"type": "image", "size": [*image.size]}
