@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnres import AttnResKimiK3ForCausalLM
+from attnres.configuration import load
+
 from .connections import build
 from .test_outputs import LAYERS, Trace
 
@@ -52,6 +55,23 @@ def test_sums_are_those_of_the_sublayers_outputs(backbones, kept):
     if size is not None:
         torch.testing.assert_close(outputs.prefix_sums, tuple(prefix), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(outputs.logits, model(token_ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_prefix_sums_of_kimi_k3_are_those_that_engines_carry_from_layer_to_layer():
+    """An engine stores the sum at the first layer of each block, and begins the next sum with that layer's output."""
+    torch.manual_seed(0)
+    model = AttnResKimiK3ForCausalLM(load("attnres-k3-tiny", num_hidden_layers=6, attn_res_block_size=2)).eval()
+    trace, token_ids = Trace.of(model.model), torch.tensor([[5, 6, 7, 8]])
+    prefix_sums = model(token_ids, output_prefix_sums=True).prefix_sums
+    embedding, *outputs = trace.outputs
+    prefix, carried = embedding, [embedding]
+    for layer, (attention, mlp) in enumerate(zip(outputs[::2], outputs[1::2], strict=True)):
+        if layer % 2 == 0:
+            prefix = torch.zeros_like(embedding)
+        prefix = prefix + attention + mlp
+        carried.append(prefix)
+    torch.testing.assert_close(prefix_sums, tuple(carried))
 
 
 @pytest.mark.parametrize("name", ["prefix_sums", "running_sums"])
