@@ -14,7 +14,9 @@ from attnres.utils.token_ids import check_token_ids
 
 from .attention_sinks import AttentionSinks, attention_sinks
 from .axis import DepthAxis, depth_axis
+from .batches import Batch
 from .depth_attention import DepthAttention, NoDepthAttention, depth_attention, weights_by_token
+from .images import ImagePrompt
 from .interventions import Interventions, count_passes, interventions
 from .magnitudes import Magnitudes, magnitudes
 from .measurement import Measurement
@@ -34,16 +36,18 @@ _COSTS = {"depth mixing": 2, "magnitudes": 4, "attention sinks": 1}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Passage(Measurement):
-    """The beginning of the text, with the weight that every consumer gives every source at each token.
+    """The beginning of the text or a prompt with images, with the weights of every consumer at each token.
 
     Attributes:
         words: The tokens as words of the text, one for each token.
         weights: One tensor `[sources of the consumer, tokens]` in float32 for each consumer in turn: depth weights or,
             without depth attention, a row of the depth-mixing matrix up to its diagonal.
+        prompt: A description of the prompt with images; `None` for the beginning of the text.
     """
 
     words: list[str]
     weights: list[Tensor]
+    prompt: str | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,7 +64,7 @@ class Inspection(Measurement):
         magnitudes: The magnitudes by depth.
         sinks: The attention sinks.
         interventions: The interventions; `None` if they were not made.
-        passage: The beginning of the text, token by token.
+        passage: The beginning of the text, or a prompt with images, token by token.
     """
 
     model: dict[str, Any]
@@ -88,6 +92,7 @@ def inspect_model(
     tokens: int = 8192,
     intervention_tokens: int = 2048,
     batch_size: int = 8,
+    prompt: ImagePrompt | None = None,
     advance: Callable[[str, float], Any] = lambda name, share: None,
 ) -> Inspection:
     """Make all measurements of this folder on one text, in the memory that one batch takes.
@@ -103,6 +108,8 @@ def inspect_model(
         intervention_tokens: How many of these tokens each intervention reads, rounded up to whole sequences. There is a
             pass for each source and each consumer. 0 makes no interventions.
         batch_size: The number of sequences of a batch.
+        prompt: A prompt with images, whose tokens are shown one by one in place of the text's. The other measurements
+            are of the text.
         advance: Called to report progress as `advance(name, share)`, with the name of the current measurement and the
             share of all work that is done, from 0 to 1.
 
@@ -131,12 +138,17 @@ def inspect_model(
 
     # Depth attention comes first: the sources, and so the number of passes for interventions, follow from it.
     advance("depth attention", 0.0)
-    passage = ids[:1, : passage_tokens(depth_axis(member))]
+    shown = passage_tokens(depth_axis(member))
+    # A prompt is read whole, since its images are.
+    passage: Batch = ids[:1, :shown] if prompt is None else prompt.inputs
+    words, start = (words, 0) if prompt is None else (prompt.words, prompt.start)
+    words = words[:shown]
+    places = slice(start, start + len(words))
     try:
         attention = depth_attention(member, batches)
-        weights = [row[:, 0].float().cpu() for row in weights_by_token(member, passage)]
+        weights = [row[:, 0, places].float().cpu() for row in weights_by_token(member, passage)]
     except NoDepthAttention:
-        attention, rows = None, rows_by_token(member, passage).float()
+        attention, rows = None, rows_by_token(member, passage)[..., places].float()
         weights = [row[: index + 1] for index, row in enumerate(rows)]
     depth = attention.depth if attention else depth_axis(member)
 
@@ -176,7 +188,7 @@ def inspect_model(
         interventions=interventions(member, intervention_batches, attention, advance_interventions)
         if num_passes
         else None,
-        passage=Passage(words[: passage.shape[1]], weights),
+        passage=Passage(words, weights, None if prompt is None else str(prompt)),
     )
 
 

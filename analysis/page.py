@@ -200,6 +200,8 @@ def _strips(inspections: Sequence[Inspection]) -> list[dict[str, Any]]:
             "models": indices,
             "words": [_word(word) for word in words[indices[0]]],
             "shortened_to": _shortened_to(inspections[indices[0]]),
+            "prompt": inspections[indices[0]].passage.prompt,
+            "tokens": len(words[indices[0]]),
         }
         for indices in model_indices
     ]

@@ -1,18 +1,21 @@
 """`attnres inspect`: measure one model or two on a text, and write the report."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
+from attnres.analysis.images import ImagePrompt, image_prompt
 from attnres.analysis.inspection import inspect_model
 from attnres.analysis.report import PAGE, fill, report_directory
 from attnres.analysis.text import language_reference, read_text
 from attnres.checkpoints.source import ModelSource
+from attnres.checkpoints.whole import load_whole
 from attnres.utils.errors import about
 from attnres.utils.progress import ProgressBar, print_line
 from attnres.utils.quiet import quiet_transformers
@@ -29,6 +32,7 @@ class InspectedSource:
         dtype: The dtype to load the model in, as `from_pretrained` takes it; `auto` is the stored one.
         device: The device to load the model to, such as `cpu` or `cuda:1`; `auto` uses all accelerators, else the CPU.
         trust_remote_code: Whether to run Python code that comes with the model.
+        images: Files of images, which the model must be able to see.
     """
 
     name: str
@@ -37,6 +41,7 @@ class InspectedSource:
     dtype: str = "auto"
     device: str = "auto"
     trust_remote_code: bool = False
+    images: tuple[Path, ...] = ()
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load the model and its tokenizer.
@@ -54,8 +59,24 @@ class InspectedSource:
             tokenizer = ModelSource(self.tokenizer).tokenizer(trust_remote_code=code)
         with about(self.name):
             options = source.as_packed | {"dtype": self.dtype, "device_map": self._device()}
-            model = source.build(trust_remote_code=code, **options)
+            load = partial(load_whole, AutoModelForImageTextToText) if self.images else None
+            model = source.build(load, trust_remote_code=code, **options)
         return model, tokenizer
+
+    def prompt(self) -> ImagePrompt | None:
+        """Return the prompt with the images, as the model's processor prepares it; `None` without images.
+
+        Raises:
+            OSError, ValueError: The model has no processor, or an image cannot be read.
+        """
+        if not self.images:
+            return None
+        with about(self.name):
+            options: dict[str, Any] = {} if self.revision is None else {"revision": self.revision}
+            processor = AutoProcessor.from_pretrained(self.name, trust_remote_code=self.trust_remote_code, **options)
+            if not hasattr(processor, "image_processor"):
+                raise ValueError("there is no processor for images beside the model. Leave out --image.")
+        return image_prompt(processor, self.images)
 
     def _device(self) -> str:
         """Return the device as `from_pretrained` takes it."""
@@ -105,8 +126,10 @@ def run_inspect(
                     begun.add(description)
                 progress.update(bar, description=description, completed=share)
 
+            prompt = source.prompt()  # before the model is loaded, since it takes less time to fail
             model, tokenizer = source.load()
-            inspections.append(inspect_model(model, tokenizer, content, name=source.name, advance=advance, **settings))
+            named: dict[str, Any] = {"name": source.name, "prompt": prompt, "advance": advance}
+            inspections.append(inspect_model(model, tokenizer, content, **named, **settings))
             # Free the memory before the next model is loaded.
             del model
             progress.update(bar, description=source.name, completed=1.0)

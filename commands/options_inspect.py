@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -38,6 +38,14 @@ def inspect(
     text: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Text to read.  [default: Python's language reference]"),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Image whose tokens are shown one by one, in place of the text's, for a model that sees. Repeatable.",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Directory to write.")] = Path("inspection"),
     tokens: Annotated[int, typer.Option(min=2, max=LARGEST, help="Tokens of the text to read, at most.")] = 8192,
@@ -99,13 +107,14 @@ def inspect(
     if tokenizer is not None:
         ModelSource(tokenizer).check(is_tokenizer=True)
     check_out(out, WRITTEN_REPORT, overwrite)
-    for path in filter(None, (model, compare, tokenizer, text)):
+    for path in filter(None, (model, compare, tokenizer, text, *(image or ()))):
         if Path(path).exists() and Path(path).resolve().is_relative_to(out.resolve()):
             raise typer.BadParameter(f"{path} lies in --out {out}, which would be replaced: choose another directory.")
     with loading():
         from .inspect import InspectedSource, run_inspect
         from .report_server import serve as serve_report
-    shared = {"tokenizer": tokenizer, "dtype": dtype.value, "device": device, "trust_remote_code": trust_remote_code}
+    shared: dict[str, Any] = {"tokenizer": tokenizer, "dtype": dtype.value, "device": device}
+    shared |= {"trust_remote_code": trust_remote_code, "images": tuple(image or ())}
     models = [(model, revision), (compare, compare_revision)]
     run_inspect(
         [InspectedSource(name, commit, **shared) for name, commit in models if name is not None],

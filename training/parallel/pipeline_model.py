@@ -88,6 +88,11 @@ def check_model(model: PreTrainedModel) -> None:
         raise ValueError(
             "`pipeline` of the recipe does not carry the first layer's values: leave out `value_residual`."
         )
+    if getattr(model, "has_vision", False):
+        raise ValueError(
+            "`pipeline` of the recipe passes tokens and no images between its stages: train the text model alone, or "
+            "shard by `distributed: {fsdp_size: N}`."
+        )
     if len(decoder_of(model).depth_layers) < len(decoder_of(model).layers):
         raise ValueError(
             "`pipeline` of the recipe does not hold the layer for multi-token prediction: leave it out by "

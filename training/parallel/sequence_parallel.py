@@ -119,6 +119,10 @@ def _check_model(model: PreTrainedModel) -> tuple[ResidualModel, DeviceMesh]:
         raise ValueError("sequence parallelism does not work beside expert parallelism: leave out `ep_size`.")
     if decoder.config.value_residual is not None:
         raise ValueError("sequence parallelism does not work with value residuals: use tensor parallelism alone.")
+    if getattr(decoder, "has_vision", False):
+        raise ValueError(
+            "sequence parallelism does not divide the tokens of images: train the text model alone, or leave it out."
+        )
     if len(decoder.depth_layers) < len(decoder.layers):
         raise ValueError(
             "sequence parallelism does not shard the layer for multi-token prediction: leave it out by "
