@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from attnres.mtp_attnres import MultiTokenPrediction
+
 
 @dataclass(frozen=True)
 class ParameterCount:
@@ -24,7 +26,8 @@ class ParameterCount:
             router's biases. Tied parameters count once.
         non_embedding: `total` without the token embedding and the output projection (`lm_head`).
         activated_non_embedding: The part of `non_embedding` that one token uses: `top_k` of the routed experts, and
-            everything else, routers and shared experts included.
+            everything else, routers and shared experts included. A layer for multi-token prediction is among it only if
+            its loss is trained.
     """
 
     total: int
@@ -49,7 +52,11 @@ def count_parameters(config: PreTrainedConfig) -> ParameterCount:
     ]
     total = count_stored(model)
     non_embedding = total - count_values(embeddings)
-    return ParameterCount(total, non_embedding, non_embedding - count_idle(model, config))
+    idle = count_idle(model, config)
+    ahead = MultiTokenPrediction.layer(model)
+    if ahead is not None and not config.mtp_loss_weight:  # a forward pass does not run it
+        idle += count_stored(ahead) - count_idle(ahead, config)
+    return ParameterCount(total, non_embedding, non_embedding - idle)
 
 
 def count_idle(module: nn.Module, config: PreTrainedConfig) -> int:

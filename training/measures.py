@@ -71,8 +71,10 @@ def flops_per_token(config: PreTrainedConfig, length: int) -> float:
     """
     config = config.get_text_config()
     count = count_parameters(config)
-    parameters = count.activated_non_embedding + config.vocab_size * config.hidden_size
-    layers = config.num_hidden_layers
+    # The loss of a layer for multi-token prediction takes this layer and another call of the head.
+    ahead = bool(getattr(config, "mtp_loss_weight", 0))
+    parameters = count.activated_non_embedding + (1 + ahead) * config.vocab_size * config.hidden_size
+    layers = config.num_hidden_layers + ahead
     heads = config.num_attention_heads
     linear_layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
     if getattr(config, "qk_nope_head_dim", None):
