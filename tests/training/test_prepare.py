@@ -1,5 +1,6 @@
 """The model of a recipe: settings without effect are refused, and a sharded model is loaded as a whole one is."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from transformers.distributed import DistributedConfig
 from attnres.checkpoints.whole import load_whole
 from attnres.commands import options_train
 from attnres.commands import train as train_command
+from attnres.commands.errors import describe
 from attnres.conversion import retrofit
 from attnres.training import prepare
-from attnres.training.prepare import prepare_model
+from attnres.training.lora import add_adapters
+from attnres.training.prepare import check_model, prepare_model
 from attnres.training.recipe import Recipe, write_recipe
 
 
@@ -70,3 +73,37 @@ def test_the_path_of_a_recipe_is_not_taken_for_its_name(tmp_path, monkeypatch):
     options_train.train(str(tmp_path / "mine.yaml"))
     options_train.train("pretrain", ["model=attnres-tiny", "train=a.txt", f"out={tmp_path / 'out'}", "tokenizer=t"])
     assert names == ["", "pretrain"]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ("[1]", "TypeError: 'list' object is not a mapping"),
+        ('{"max_new_tokens": -1}', "`max_new_tokens` must be greater than 0, but is -1"),
+    ],
+)
+def test_settings_of_generation_that_cannot_be_saved_are_refused(settings, message, llama, tmp_path):
+    recipe = recipe_of(llama, tmp_path)
+    path = tmp_path / "source" / "generation_config.json"
+    path.write_text(settings)
+    with pytest.raises((TypeError, ValueError)) as refused:
+        check_model(recipe, "")
+    line, is_foreseen = describe(refused.value)
+    assert message in line and f"(in {path})" in line and is_foreseen
+
+
+def test_settings_of_generation_that_only_warn_are_refused_only_if_the_recipe_changes_them(llama, tmp_path):
+    recipe = recipe_of(llama, tmp_path)
+    path = tmp_path / "source" / "generation_config.json"
+    path.write_text('{"temperature": 0.6, "eos_token_id": 7}')  # a temperature without `do_sample` warns
+    check_model(recipe, "")
+    with pytest.raises(ValueError, match=r"`temperature` is set to `0\.6`") as refused:
+        check_model(replace(recipe, config={"eos_token_id": 8}), "")
+    assert str(path) in refused.value.__notes__[0]
+
+
+def test_a_model_with_the_files_of_an_adapter_beside_it_is_refused(llama, tmp_path):
+    recipe = recipe_of(llama, tmp_path)
+    add_adapters(llama, rank=2).save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=r"has the files of an adapter \(adapter_config.json\).*Move them elsewhere"):
+        check_model(recipe, "")

@@ -15,12 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResLlamaForCausalLM
-from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.generation_settings import check_generation_saving
 from attnres.conversion import retrofit
 from attnres.training.data.blocks import DataSpec, load_blocks
 from attnres.training.data.sets import prepare_data
-from attnres.training.lora import add_adapters
 from attnres.training.recipe import read_recipe
 from attnres.utils.files import check_replaceable
 from attnres.utils.model_files import WRITTEN_ADAPTER, WRITTEN_MODEL
@@ -449,52 +446,6 @@ def test_an_impossible_value_is_refused_before_anything_is_tokenised(changes, me
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert message in line and "unforeseen" not in line and "Tokenising" not in done.stderr
-
-
-def refusal_of(model: Path, command: Callable[..., list[str]], *changes: str) -> str:
-    """Return the one line by which a run of `model` is refused before anything is tokenised."""
-    done = run(command("finetune", model.parent / "out", f"model={model}", *changes))
-    assert done.returncode == 1, done.stdout
-    (line,) = done.stderr.splitlines()
-    assert "unforeseen" not in line and "Tokenising" not in done.stderr
-    return line
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ("[1]", "TypeError: 'list' object is not a mapping"),
-        ('{"max_new_tokens": -1}', "`max_new_tokens` must be greater than 0, but is -1"),
-    ],
-)
-def test_settings_of_generation_that_cannot_be_saved_are_refused_before_any_step(
-    settings, message, folders, command, tmp_path
-):
-    model = shutil.copytree(folders["retrofit"], tmp_path / "model")
-    (model / "generation_config.json").write_text(settings)
-    line = refusal_of(model, command)
-    assert message in line and f"(in {model / 'generation_config.json'})" in line
-
-
-def test_settings_of_generation_that_only_warn_are_refused_only_if_the_recipe_changes_them(tmp_path):
-    path = tmp_path / "generation_config.json"
-    path.write_text('{"temperature": 0.6, "eos_token_id": 7}')  # a temperature without `do_sample` warns
-    (tmp_path / "config.json").write_text("{}")
-    checkpoint = Checkpoint(tmp_path)
-    check_generation_saving(checkpoint, {})
-    with pytest.raises(ValueError, match=r"`temperature` is set to `0\.6`") as caught:
-        check_generation_saving(checkpoint, {"eos_token_id": 8})
-    assert str(path) in caught.value.__notes__[0]
-
-
-def test_a_model_with_the_files_of_an_adapter_beside_it_is_refused(folders, command, tmp_path):
-    model = shutil.copytree(folders["retrofit"], tmp_path / "model")
-    add_adapters(AutoModelForCausalLM.from_pretrained(model), rank=2).save_pretrained(tmp_path / "adapter")
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        shutil.copy(tmp_path / "adapter" / name, model)
-    line = refusal_of(model, command)
-    assert line.startswith(f"attnres: {model} has the files of an adapter (adapter_config.json)")
-    assert "Move them elsewhere, or merge the adapter first" in line
 
 
 @pytest.mark.parametrize("package", ["peft", "datasets"])
