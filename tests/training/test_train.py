@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -450,11 +449,18 @@ def test_an_impossible_value_is_refused_before_anything_is_tokenised(changes, me
 
 @pytest.mark.parametrize("package", ["peft", "datasets"])
 def test_a_missing_package_is_an_error_in_one_line_that_says_what_to_install(package, command, tmp_path):
-    arguments = command("heal", tmp_path / "out", "lora={rank: 2}")[2:]
-    # `None` in `sys.modules` makes the import of a package fail.
-    code = f"import sys; sys.modules[{package!r}] = None; from attnres.commands.main import main; main()"
-    # In a new process, since a fork has imported `datasets` already.
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    (tmp_path / "empty.txt").touch()  # reading it would be another error
+    arguments = command("heal", tmp_path / "out", "lora={rank: 2}", f"train={tmp_path}/empty.txt")[2:]
+    # `None` in `sys.modules` makes the import of a package fail. A fork has imported it and the files that need it.
+    code = f"""
+import sys
+for name in [name for name in sys.modules if name.startswith("attnres.training")]:
+    del sys.modules[name]
+sys.modules[{package!r}] = None
+from attnres.commands.main import main
+main()
+"""
+    done = forks.run("-c", code, *arguments)
     assert done.returncode == 1
     message = f"attnres: the package {package} is not installed. It comes with `attnres[train]`: pip install '"
     assert done.stderr.startswith(message)
