@@ -15,9 +15,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME
 
-from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3ForConditionalGeneration
+from attnres import (
+    AttnResKimiK3Config,
+    AttnResKimiK3ForCausalLM,
+    AttnResKimiK3ForConditionalGeneration,
+    AttnResKimiK3ImageProcessor,
+    AttnResKimiK3Processor,
+)
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.complete import check_complete, empty_model
 from attnres.checkpoints.kimi_k3 import check_vision, is_packed
@@ -46,12 +52,14 @@ class KimiK3Conversion(Conversion):
         texts: The texts of `config.json` and of other files to write beside the weights, by name.
         adds_prefix: Whether the tensors of the text model get the prefix of the composite layout.
         removes_prefix: Whether they lose that prefix.
+        processor_text: The text of the released `preprocessor_config.json`, which a conversion back restores.
     """
 
     config: AttnResKimiK3Config
     texts: Mapping[str, str] = field(default_factory=dict)
     adds_prefix: bool = False
     removes_prefix: bool = False
+    processor_text: str | None = None
 
     has_legacy_settings: ClassVar[bool] = False
 
@@ -77,6 +85,24 @@ class KimiK3Conversion(Conversion):
         if self.has_code:
             custom_object_save(_whole_class(self.config.vision_config), target)
             write_used_code(self.config, target)
+
+    def write(self, target: Path, *arguments: Any, **options: Any) -> list[str]:
+        """Write the result, its image processor with code of this package; see the base class."""
+        notes = super().write(target, *arguments, **options)
+        path = target / IMAGE_PROCESSOR_NAME
+        if not path.is_file():
+            return notes
+        fields = read_object(path)
+        if self.processor_text is not None and _without_code(json.loads(self.processor_text)) == _without_code(fields):
+            path.write_bytes(self.processor_text.encode())
+        elif self.has_code and self.config.vision_config is not None and AUTO_MAP not in fields:
+            # Code of the release was left out, unless the user trusts it.
+            classes = (AttnResKimiK3ImageProcessor, AttnResKimiK3Processor)
+            for processor_class in classes:
+                custom_object_save(processor_class, target)
+            names = {c._auto_class: f"{c.__module__.rpartition('.')[2]}.{c.__name__}" for c in classes}
+            path.write_text(json_text(fields | {AUTO_MAP: names}), encoding="utf-8")
+        return notes
 
     def write_index(self, target: Path, names: Sequence[str], weight_map: dict[str, str]) -> None:
         """Write the source's index if it has one, with the names of the result's tensors; see the base class."""
@@ -180,10 +206,10 @@ def _prepare_release(source: Checkpoint) -> KimiK3Conversion:
         if (source.folder / RECORD).exists():
             reason = f"{path} was changed since the conversion"
         removed = f" and removed {' and '.join(names)}" if (names := _names_of_code(fields)) else ""
-        text, prefix = json_text(_without_code(fields)), ""
+        text, prefix, processor_text = json_text(_without_code(fields)), "", None
         notes = [f"{reason}: kept {CONFIG_NAME}{removed}."]
     else:
-        text, prefix = record
+        text, prefix, processor_text = record
         files = _files_of_code(json.loads(text), source.folder / RECORD)
         notes = [f"Copy these files from the release: {', '.join(files)}."] if files else []
     return KimiK3Conversion(
@@ -192,6 +218,7 @@ def _prepare_release(source: Checkpoint) -> KimiK3Conversion:
         **checked,
         texts={CONFIG_NAME: text},
         removes_prefix=bool(prefix),
+        processor_text=processor_text,
         has_code=False,
         code_folder="",  # a release has its code beside `config.json`
         notes=tuple(notes),
@@ -276,11 +303,16 @@ def _make_record(source: Checkpoint, has_new_prefix: bool) -> str:
     text = source.config_path.read_bytes().decode()  # `read_text` would change line ends
     if json.loads(text) != source.fields:
         text = json_text(source.fields)  # those of a source with other weights
-    return json_text({"text_of_config.json": text, "prefix_added": PREFIX if has_new_prefix else ""})
+    record = {"text_of_config.json": text, "prefix_added": PREFIX if has_new_prefix else ""}
+    if (path := source.folder / IMAGE_PROCESSOR_NAME).is_file():
+        check_file(source.folder, path)
+        read_object(path)  # a damaged one is refused here
+        record["text_of_preprocessor_config.json"] = path.read_bytes().decode()
+    return json_text(record)
 
 
-def _read_record(source: Checkpoint) -> tuple[str, str] | None:
-    """Return the text of the released `config.json` and the prefix that a conversion added to names of tensors.
+def _read_record(source: Checkpoint) -> tuple[str, str, str | None] | None:
+    """Return the text of the released `config.json`, the prefix added to names of tensors, and the processor's text.
 
     It is None if the directory has no record, or if its `config.json` was changed since: by a run that trained the
     model, for example.
@@ -299,11 +331,13 @@ def _read_record(source: Checkpoint) -> tuple[str, str] | None:
     text, prefix = record.get("text_of_config.json"), record.get("prefix_added")
     try:
         fields = json.loads(text) if isinstance(text, str) else None
-    except ValueError:
-        fields = None
-    if not isinstance(text, str) or not isinstance(fields, dict) or prefix not in ("", PREFIX):
+        processor_text = record.get("text_of_preprocessor_config.json")
+        is_whole = processor_text is None or isinstance(json.loads(processor_text), dict)
+    except (TypeError, ValueError):
+        raise OSError(f"{path} is damaged. Copy it again, or remove it.") from None
+    if not isinstance(text, str) or not isinstance(fields, dict) or prefix not in ("", PREFIX) or not is_whole:
         raise OSError(f"{path} is damaged. Copy it again, or remove it.")
-    return (text, prefix) if _loadable_config(fields) == source.fields else None
+    return (text, prefix, processor_text) if _loadable_config(fields) == source.fields else None
 
 
 __all__ = ["KimiK3Conversion", "prepare_kimi_k3"]
