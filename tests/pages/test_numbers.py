@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from .reading import PAGES, ROOT, name_of
 
@@ -95,6 +96,16 @@ def test_a_sentence_has_the_same_numbers_on_each_page():
                 said[form][name_of(page)] = _NUMBER.findall(sentence)
     differing = {form: pages for form, pages in said.items() if len({*map(tuple, pages.values())}) > 1}
     assert differing == {}
+
+
+def test_the_papers_losses_have_the_leads_that_figures_show():
+    published = yaml.safe_load((ROOT / "experiments/published.yaml").read_text(encoding="utf-8"))["paper, Table 2"]
+    page = (ROOT / "docs/concepts/mechanism.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+)M \| ([\d.]+)B \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    told = [
+        (int(size), float(tokens), round(float(block) - float(standard), 3)) for size, tokens, standard, block in rows
+    ]
+    assert told == [(row["parameters"] / 1e6, row["tokens"] / 1e9, row["lead"]) for row in published]
 
 
 def test_the_rules_find_a_number_that_is_told_differently():
