@@ -1,6 +1,7 @@
 """Kimi K3 that sees: its tower and projector, images in prompts, and releases with their vision part."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3ForConditionalGeneration
 from attnres.residual_attnres import FamilyWarning
 
+from .. import forks
 from . import kimi_k3_release as release
 
 GRIDS = torch.tensor([[1, 4, 6], [1, 2, 2], [1, 6, 4]])  # of images with 6, 1 and 6 tokens
@@ -294,3 +296,29 @@ def test_defaults_are_those_of_the_release():
         model = AttnResKimiK3ForConditionalGeneration(config)
     sizes = [sum(p.numel() for p in part.parameters()) for part in (model.model.vision_tower, model.model.mm_projector)]
     assert sizes == [401_214_464, 46_144_512]
+
+
+@pytest.mark.slow
+def test_a_step_sharded_by_fsdp2_and_experts_is_that_of_one_process(folder, model, tmp_path):
+    torch.save(
+        {"input_ids": IDS, "attention_mask": MASK, "labels": IDS.masked_fill(MASK == 0, -100), **IMAGES},
+        tmp_path / "batch",
+    )
+    session, environment = (
+        Path(__file__).with_name("kimi_k3_vision_session.py"),
+        os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    done = forks.launch(session, folder, tmp_path / "batch", tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = torch.load(tmp_path / "seen")
+    model.zero_grad()
+    loss = model(**torch.load(tmp_path / "batch")).loss
+    loss.backward()
+    assert seen["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert seen["gradients"].keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (seen["gradients"][name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+    model.zero_grad()
+    before, after = stored(folder), stored(tmp_path / "saved")
+    assert before.keys() == after.keys() and all(torch.equal(after[name], t.float()) for name, t in before.items())
