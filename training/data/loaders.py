@@ -8,8 +8,6 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 ROWS_AT_ONCE = 512
 TEXT_COLUMN = "text"  # the one column of a text file
-_LARGEST_OBJECT = 2**26  # bytes; a larger file is hardly one object, and reading it whole may take all memory
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _KINDS = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
 
@@ -105,14 +102,11 @@ def load_json(name: str, column: str, whole_rows: bool) -> Iterator[Document | V
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The list is broken, or the file holds one object over several lines.
+        ValueError: The list is broken.
     """
     with _open(name) as file:
         if not file.read(1024).lstrip().startswith("["):
-            for number, document in enumerate(load_json_lines(name, column, whole_rows)):
-                if number == 0 and isinstance(document, ValueError) and _is_one_object(name):
-                    raise ValueError(_describe_one_object(name))
-                yield document
+            yield from load_json_lines(name, column, whole_rows)
             return
         file.seek(0)
         text = file.read()
@@ -246,24 +240,6 @@ def _row_document(name: str, number: int, row: Any, has_surrogates: bool) -> Doc
     if not isinstance(row, dict):
         return ValueError(f"{name}:{number}: holds {kind_of(row)}, not a JSON object.")
     return Document(row, name, number, number)
-
-
-def _is_one_object(name: str) -> bool:
-    """Return whether a file is one value of JSON over several lines, such as `config.json`."""
-    if Path(name).stat().st_size > _LARGEST_OBJECT:
-        return False
-    with _open(name) as file:
-        text = file.read().strip()
-    with suppress(ValueError):
-        return "\n" in text and json.loads(text) is not None
-    return False
-
-
-def _describe_one_object(name: str) -> str:
-    """Return the error message for a file of JSON that holds no rows."""
-    folder = Path(name).parent
-    question = f" Is {folder} the folder of a model?" if (folder / "config.json").is_file() else ""
-    return f"{name} is JSON, but neither JSON Lines nor a list of rows.{question}"
 
 
 def _broken_json(name: str, first: int, error: ValueError) -> ValueError:
