@@ -70,13 +70,6 @@ class Trace:
         """Bytes of the cache after the pass."""
         return sum(layer.cache for layer in self.layers)
 
-    @property
-    def block_states(self) -> int:
-        """Bytes of the largest state, without the one tensor that a standard residual stream holds too."""
-        return (
-            max(sum(state.values()) for state in (*(layer.states for layer in self.layers), self.output)) - self.stream
-        )
-
     def sharded(self, tensor: int) -> "Trace":
         """Return this trace with states of the depth sharded along the sequence among `tensor` devices."""
         layers = tuple(layer.sharded(tensor) for layer in self.layers)

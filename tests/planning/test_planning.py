@@ -27,6 +27,7 @@ from attnres.planning import (
     trace,
 )
 from attnres.planning.search import devices_that_fit, layouts
+from attnres.planning.traces import Trace
 from attnres.training.optimizer import build_optimizer
 
 SMALL = Device(memory=1e9, per_node=4)
@@ -55,16 +56,22 @@ def test_weights_are_those_that_the_meta_device_counts(name):
     assert active - embeddings == pytest.approx(count.activated_non_embedding, rel=1e-12)
 
 
+def block_states(traced: Trace) -> int:
+    """Return the bytes of the largest state, without the one tensor that a standard residual stream holds too."""
+    states = (*(layer.states for layer in traced.layers), traced.output)
+    return max(sum(state.values()) for state in states) - traced.stream
+
+
 @pytest.mark.slow
 def test_128k_tokens_of_kimi_k3_hold_the_block_states_of_the_paper():
     config = load("kimi-k3")
-    whole = trace(config, Batch(1, 131072, training=False)).block_states
+    whole = block_states(trace(config, Batch(1, 131072, training=False)))
     assert whole == 8 * 131072 * 7168 * 2  # 15 GB for 8 blocks
     costs = Costs(config, Job(8, 131072, 131072, training=False))
     assert whole / 1e9 == pytest.approx(15, rel=0.01)
     assert whole / 8 / 1e9 == pytest.approx(1.9, rel=0.02)
-    assert costs.trace(8).block_states / 1e9 < 0.3  # sharded among 8 ranks, in chunks of 16K tokens
-    assert costs.trace(8).block_states == whole / 8 / 8
+    assert block_states(costs.trace(8)) / 1e9 < 0.3  # sharded among 8 ranks, in chunks of 16K tokens
+    assert block_states(costs.trace(8)) == whole / 8 / 8
 
 
 @given(rows=st.integers(1, 4), length=st.sampled_from([64, 128, 192]))
@@ -72,7 +79,7 @@ def test_128k_tokens_of_kimi_k3_hold_the_block_states_of_the_paper():
 def test_states_grow_with_the_tokens(rows, length):
     config = load("attnres-tiny", num_hidden_layers=4)
     one, many = (trace(config, Batch(count, length, training=False)) for count in (1, rows))
-    assert many.block_states == rows * one.block_states
+    assert block_states(many) == rows * block_states(one)
     assert many.cache == rows * one.cache
 
 
