@@ -89,8 +89,8 @@ class KimiK3Conversion(Conversion):
     def write(self, target: Path, *arguments: Any, **options: Any) -> list[str]:
         """Write the result, its image processor with code of this package; see the base class."""
         notes = super().write(target, *arguments, **options)
-        path = target / IMAGE_PROCESSOR_NAME
-        if not path.is_file():
+        path, source = (folder / IMAGE_PROCESSOR_NAME for folder in (target, self.checkpoint.folder))
+        if not path.is_file() or path.read_bytes() == source.read_bytes():
             return notes
         fields = read_object(path)
         if self.processor_text is not None and _without_code(json.loads(self.processor_text)) == _without_code(fields):
