@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from attnres.utils.drawing import Drawing, column, finish, styled
+from attnres.utils.intervals import Interval
 
 Points = Sequence[tuple[int, float]]  # (step, loss in nats per token)
 
@@ -54,7 +55,8 @@ def _draw_curves(curves: Mapping[str, Points], compare: tuple[str, str] | None) 
 def plot_paired_runs(runs: Mapping[str, Sequence[Points]], path: str | os.PathLike, points: int = 10) -> None:
     """Draw the training loss of two models run from the same seeds and, below it, their difference at equal seeds.
 
-    Lines are means over the seeds. Bands reach one standard deviation to either side.
+    Thin lines are single seeds, thick lines are means over the seeds. The band is the 95% interval of the mean
+    difference (Student's t, paired by seed); a single seed has none.
 
     Args:
         runs: Two models: the label of each, and its points for each seed. All runs have points at the same steps. The
@@ -85,12 +87,14 @@ def _draw_pairs(runs: Mapping[str, Sequence[Points]], points: int) -> Drawing:
     lines[" - ".join(runs)] = (lower, first - second)
     for color, (label, (axes, losses)) in zip(("tab:orange", "tab:blue", "black"), lines.items()):
         means = np.stack([losses[:, part].mean(1) for part in parts], axis=1)  # [seeds, points]
-        middle, spread = means.mean(0), means.std(0, ddof=1)
-        axes.plot(steps, middle, label=label, color=color, linewidth=1.6, marker="o", markersize=3)
-        axes.fill_between(steps, middle - spread, middle + spread, color=color, alpha=0.2, linewidth=0)
+        axes.plot(steps, means.mean(0), label=label, color=color, linewidth=1.6, marker="o", markersize=3)
+        axes.plot(steps, means.T, color=color, linewidth=0.6, alpha=0.5)
         axes.grid(alpha=0.3)
+    bounds = [Interval.of(by_seed.tolist()).bounds for by_seed in means.T]
+    if all(bounds):
+        lower.fill_between(steps, *zip(*bounds), color="black", alpha=0.15, linewidth=0)
     upper.set_ylabel("training loss (nats/token)")
-    upper.set_title(f"Lines: mean of {len(first)} seeds; bands: one standard deviation")
+    upper.set_title(f"Thick lines: means of {len(first)} seeds; band: 95% interval of the mean")
     upper.legend(frameon=False)
     lower.axhline(0, color="gray", linewidth=0.8)
     lower.set_ylabel("difference")

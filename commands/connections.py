@@ -3,9 +3,11 @@
 Help texts, options and `attnres list connections` derive from what the classes declare.
 """
 
+import json
 from typing import Any
 
 from attnres.utils.declared import DeclaredConnection, declared_connections, presets
+from attnres.utils.packaged import configurations
 
 # What sets a preset apart from its connection; the column "exact" and the options are the connection's.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -53,7 +55,7 @@ def describe_connections() -> str:
     )
 
 
-TITLES = ("name", "exact", "state", "step", "lower", "used by", "meaning")
+TITLES = ("name", "exact", "state", "step", "used by", "meaning")
 
 
 def list_connections() -> list[str]:
@@ -64,7 +66,6 @@ def list_connections() -> list[str]:
             c.exact,
             c.state_size,
             c.measured.get("step", "-"),
-            c.measured.get("lower", "-"),
             c.used_by or "-",
             c.summary,
         )
@@ -72,6 +73,20 @@ def list_connections() -> list[str]:
     ]
     widths = [max(map(len, column)) for column in zip(TITLES, *rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (TITLES, *rows)]
+
+
+def list_evidence() -> list[str]:
+    """Return a line for each connection that experiments of the repository compare with the standard model.
+
+    `python -m experiments report` writes the file that is read here.
+    """
+    evidence = json.loads((configurations() / "evidence.json").read_text(encoding="utf-8"))
+    lines = []
+    for name, of in evidence.items():
+        counts = ", ".join(f"{word} {of[word]}" for word in ("lower", "tie", "higher") if of[word])
+        loss = f" In one of them {of['loss']}." if "loss" in of else ""
+        lines.append(f"{name}, experiments: {counts}.{loss}")
+    return lines
 
 
 __all__ = [
@@ -82,5 +97,6 @@ __all__ = [
     "flag",
     "help_of",
     "list_connections",
+    "list_evidence",
     "owners",
 ]

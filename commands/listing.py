@@ -12,7 +12,7 @@ from attnres.utils.declared import backbones
 from attnres.utils.packaged import configuration_names, configurations, recipe_names, recipe_path
 
 from .choices import Debug, Imports
-from .connections import PRESETS, list_connections
+from .connections import PRESETS, list_connections, list_evidence
 
 
 class Listed(StrEnum):
@@ -44,8 +44,9 @@ NOTES = {
     Listed.connections: (
         "exact: whether a retrofit keeps the model's function. state: in tensors [batch, seq, hidden].",
         "step: time of a training step over the standard model's (Llama, d = 512, on a CPU).",
-        "lower (n of m): in n of m experiments here with it, every seed ended with a lower loss than",
-        "the standard model at equal tokens. used by: architectures or recipes. -: none or unknown.",
+        "used by: architectures or recipes. -: none or unknown.",
+        "Experiments here at equal tokens: loss minus the standard model's, in nats/token. In brackets: the",
+        "95% interval over n seeds, paired. lower, higher: it lies below or above zero. tie: it holds zero.",
     )
 }
 
@@ -68,6 +69,7 @@ def list_names(
         console.print(HEADINGS[listed], style="bold", soft_wrap=not console.is_terminal, markup=False)
         if listed in TABLES:
             lines = [*(f"  {line}" for line in TABLES[listed]()), *NOTES.get(listed, ())]
+            lines += list_evidence() if listed == Listed.connections else []
             console.print(*lines, sep="\n", soft_wrap=True, markup=False)
         elif console.is_terminal:
             console.print(Padding("  ".join(_names(listed)), (0, 0, 1, 2)))

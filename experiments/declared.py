@@ -13,6 +13,8 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
+from attnres import CONNECTIONS
+from attnres.attn_res_attnres import AttnRes
 from attnres.configuration import load
 from attnres.utils.yaml_files import read_yaml
 
@@ -71,6 +73,7 @@ class ScratchExperiment:
         warmup: Steps of warm-up; `None` for a twentieth of the run.
         costs: The experiment whose measured costs are used where this one has none.
         runs_of: The experiment that the runs of standard and Block AttnRes were taken from, if they were.
+        title: What tells it from experiments of the same size, in figures; may be empty.
         published: Label -> the loss that the paper reports, minus its baseline (nats/token).
     """
 
@@ -90,6 +93,7 @@ class ScratchExperiment:
     warmup: int | None = None
     costs: str | None = None
     runs_of: str | None = None
+    title: str = ""
     published: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -113,13 +117,31 @@ class ScratchExperiment:
             raise ValueError(f"{unknown[0]!r} is not a field of {type(known).__name__}.")
         return AutoConfig.for_model(model_type, **values)
 
+    def has_kernels(self, label: str) -> bool:
+        """Return whether `attnres.accelerated` has kernels that read for a connection. No other model has any."""
+        config = self.config(self.connections[label])
+        connection = CONNECTIONS[config.residual_connection].form(config)(config, 1)
+        # Some of the switches exclude the kernels.
+        return isinstance(connection, AttnRes) and getattr(connection, "is_plain", True)
+
     def rate_of(self, label: str) -> float | None:
         """Return the declared learning rate of a connection; `None` if its sweep chooses it."""
         return self.rate.get(label) if isinstance(self.rate, dict) else self.rate
 
     def setting(self) -> dict[str, Any]:
         """Return what all runs of a results file share, whatever their connections, rates, seeds and tokens."""
-        free = ("connections", "tokens", "sweep_tokens", "rates", "rate", "seeds", "costs", "runs_of", "published")
+        free = (
+            "connections",
+            "tokens",
+            "sweep_tokens",
+            "rates",
+            "rate",
+            "seeds",
+            "costs",
+            "runs_of",
+            "title",
+            "published",
+        )
         return {name: value for name, value in asdict(self).items() if name not in free and value is not None}
 
     def steps(self, tokens: int) -> int:

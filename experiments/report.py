@@ -1,8 +1,9 @@
 """Pages and figures of the experiments, made from the stored runs without training.
 
-`results/TABLES.md` shows every table. `RESULTS.md` shows the tables and figures that its text has a place for.
+`results/TABLES.md` shows every table. The other pages show the tables and figures that their text has a place for.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,31 @@ from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.analysis.tables import update_tables
 from attnres.utils.files import atomic_write
 
-from . import store, summary
+from . import demo, evidence, first_screen, store, summary
 from .costs import costs_of, memory_of
 from .declared import BASELINE, FROM_SCRATCH, HealingExperiment, ScratchExperiment, names
 from .scratch import DeclaredComparison
 from .store import RunStore
 from .tables import healing_tables, scratch_tables
 
+# Pages with marks for tables, beside the page of all tables.
+PAGES = (
+    "README.md",
+    "docs/results.md",
+    "docs/guides/connections.md",
+    "experiments/RESULTS.md",
+    "experiments/HEALING.md",
+)
 
-def results_page() -> Path:
-    """Return the page that explains the results."""
-    return store.FOLDER / "RESULTS.md"
+
+def pages() -> list[Path]:
+    """Return the pages that show some of the tables."""
+    return [store.ROOT / page for page in PAGES]
 
 
 def tables_page() -> Path:
     """Return the page of all tables."""
-    return store.FOLDER / "results" / "TABLES.md"
+    return store.results_file("any").with_name("TABLES.md")
 
 
 def write(experiment: ScratchExperiment | HealingExperiment, path: Path, tables: dict[str, str]) -> None:
@@ -49,7 +59,7 @@ def first_runs(comparisons: Iterable[DeclaredComparison]) -> list[DeclaredCompar
 
 
 def write_all() -> None:
-    """Write all pages and figures of the repository anew."""
+    """Write all pages and figures of the repository anew, and what `attnres list connections` tells of the runs."""
     comparisons, tables = stored_comparisons(), {}
     for comparison in comparisons:
         if (shown := comparison.shown()).rates:
@@ -59,19 +69,23 @@ def write_all() -> None:
     head, *_ = tables_page().read_text(encoding="utf-8").split("\n## ")
     atomic_write(tables_page(), "\n".join([head, *(f"## {name}\n\n{table}\n" for name, table in tables.items())]))
     here, others = summary.leads_of(first_runs(comparisons)), summary.published()
-    tables |= {"summary: here": summary.table(here, 1), "summary: others": summary.table(others, 1 + len(here))}
-    text = results_page().read_text(encoding="utf-8")
-    update_tables(results_page(), {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
+    tables |= {"summary: here": summary.table(here), "summary: others": summary.table(others)}
+    tables |= {"first screen": first_screen.table(here, others), "demo": demo.table()}
+    texts = {page: page.read_text(encoding="utf-8") for page in pages()}
+    for page, text in texts.items():
+        update_tables(page, {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
     for comparison in comparisons:
         figure, shown = comparison.store.path.with_suffix(".png"), comparison.shown()
-        if f"(results/{figure.name})" in text:
+        if any(f"results/{figure.name})" in text for text in texts.values()):
             # A figure has room for two models: the first connection, and the standard model as its rival.
             first = next(label for label in shown.rates if label != BASELINE)
             curves = ([run["curve"] for run in runs] for runs in zip(*shown.pairs[first]))
-            name = first.replace("Block", "Block AttnRes")  # the home page shows this figure too
-            plot_paired_runs(dict(zip((name, BASELINE), curves)), figure)
+            plot_paired_runs(dict(zip((first.replace("Block", "Block AttnRes"), BASELINE), curves)), figure)
+    demo.plot(store.results_file("demo").with_suffix(".png"))
     summary.plot(here, others, store.results_file("summary").with_suffix(".png"))
-    print(f"Written from the stored runs: {results_page()}, {tables_page()} and their figures.")
+    counts = json.dumps(evidence.of(comparisons), indent=2)
+    atomic_write(store.ROOT / evidence.FILE, f"{counts}\n")
+    print(f"Written from the stored runs: {', '.join(PAGES)}, {tables_page()}, their figures, and {evidence.FILE}.")
 
 
 def stored_comparisons() -> list[DeclaredComparison]:

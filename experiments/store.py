@@ -18,13 +18,12 @@ from attnres.utils.files import atomic_write
 from .declared import SELECTION_SEED, HealingExperiment, ScratchExperiment
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "experiments"
 PACKED = ("curve", "depth_attention")
 
 
 def results_file(name: str) -> Path:
     """Return where the runs of the experiment `name` are stored."""
-    return FOLDER / "results" / f"{name}.json"
+    return ROOT / "experiments" / "results" / f"{name}.json"
 
 
 class RunStore:

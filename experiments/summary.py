@@ -1,26 +1,31 @@
 """Block AttnRes against the residual stream in every experiment from scratch, beside what others report.
 
-    y = loss of Block AttnRes minus that of the standard model,   x = tokens seen per parameter
-
-Leads that were measured here come from the stored runs, leads that others report from `published.yaml`.
+Leads that were measured here come from the stored runs, leads that others report from `published.yaml`. The figure has
+a line for each: the difference of the losses at equal tokens with its interval, and below it the one at equal time.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
 from typing import Any
+
+import numpy as np
 
 from attnres.configuration import count_parameters
 from attnres.utils.drawing import SMALL, Drawing, column, finish, styled
+from attnres.utils.intervals import Interval
 from attnres.utils.yaml_files import read_yaml
 
-from .costs import TITLES, WAYS, costs_of
+from .costs import TITLES, WAYS, costs_of, memory_of
+from .declared import BASELINE
 from .scratch import DeclaredComparison
-from .tables import at_equal_time, deviation_of, markdown, spread
+from .tables import MINUS, at_equal_time, markdown
 
-APART = 1.15  # the least ratio between places on the axis, so that bars and their numbers can be told from each other
 PUBLISHED = Path(__file__).with_name("published.yaml")
+PAPER = "paper"
+PARTS = {2: "half", 5: "a fifth of", 8: "an eighth of"}  # of a run, the length of a sweep
+FALLING = 0.9  # a lead that ends below this share of what it was at 4/5 of the run still shrinks
 
 
 @dataclass(frozen=True)
@@ -29,26 +34,46 @@ class Lead:
 
     Attributes:
         source: The name of the comparison, with a link.
+        name: The name of the comparison in the figure, with its size.
         sublayers: Sublayers of the model.
         width: The hidden size of the model.
         parameters: Activated parameters, without the embedding and the output projection. For experiments of others, as
             those authors count them.
         tokens: Tokens that a run has seen.
-        values: Loss minus that of the residual stream, of each seed; of others one number, their mean.
-        deviation: The standard deviation over the seeds, if there are several.
+        difference: Loss minus that of the residual stream, with its interval.
         seeds: The number of seeds; `None` if it is not reported.
+        limits: How the learning rates were chosen, and whether the lead shrank to the end; empty for those of others.
         equal_time: `eager` or `compiled` -> the difference at equal time instead of equal tokens.
+        costs: `eager` or `compiled` -> time of a training step as a ratio to the standard model.
+        memory: Peak memory of a training step as a ratio to the standard model; `None` if it was not measured.
+        device: The processor of the runs; empty if it was not stored.
+        is_moe: Whether the model is a mixture of experts, of those that were measured here.
     """
 
     source: str
+    name: str
     sublayers: int
     width: int
     parameters: float
     tokens: float
-    values: Sequence[float]
-    deviation: float | None = None
+    difference: Interval
     seeds: int | None = None
-    equal_time: Mapping[str, float] = field(default_factory=dict)
+    limits: str = ""
+    equal_time: Mapping[str, Interval] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
+    memory: float | None = None
+    device: str = ""
+    is_moe: bool = False
+
+    @property
+    def is_paper(self) -> bool:
+        """Whether the paper reports it."""
+        return self.source.startswith(PAPER)
+
+    @property
+    def per_parameter(self) -> str:
+        """The training tokens per parameter, such as `0.59` or `210`."""
+        return f"{float(f'{self.tokens / self.parameters:.2g}'):g}"
 
 
 def lead_of(comparison: DeclaredComparison) -> Lead | None:
@@ -58,19 +83,62 @@ def lead_of(comparison: DeclaredComparison) -> Lead | None:
     if label is None:
         return None
     config = experiment.config(experiment.connections[label])
-    values = shown.differences(label)
-    times = {way: at_equal_time(shown, label, ratios.get(label)) for way, ratios in costs_of(comparison).items()}
+    costs = {way: ratios[label] for way, ratios in costs_of(comparison).items() if label in ratios}
+    times = {way: at_equal_time(shown, label, way, cost) for way, cost in costs.items()}
+    difference = Interval.of(shown.differences(label))
+    parameters = count_parameters(config).activated_non_embedding
     return Lead(
-        f"[{experiment.name}](results/{comparison.store.path.name}), {label}",
-        2 * config.num_hidden_layers,
-        config.hidden_size,
-        count_parameters(config).activated_non_embedding,
-        experiment.tokens,
-        values,
-        deviation_of(values),
-        len(values),
-        {way: value for way, value in times.items() if value is not None},
+        source=f"[{experiment.name}](results/{comparison.store.path.name}), {label}",
+        name=f"{short(parameters)}, {experiment.title}",
+        sublayers=2 * config.num_hidden_layers,
+        width=config.hidden_size,
+        parameters=parameters,
+        tokens=experiment.tokens,
+        difference=difference,
+        seeds=difference.count,
+        limits=limits(comparison, label),
+        equal_time={way: value for way, value in times.items() if value is not None},
+        costs=costs,
+        memory=memory_of(comparison).get(label),
+        device=shown.pairs[label][-1][0].get("made_by", {}).get("device", ""),
+        is_moe=getattr(config, "num_local_experts", 0) > 0,
     )
+
+
+def limits(comparison: DeclaredComparison, label: str) -> str:
+    """Describe how the rates of a connection and of the standard model were chosen, and what else its lead rests on."""
+    experiment = comparison.experiment
+    parts = round(experiment.tokens / experiment.sweep_tokens)
+    sweeps = f"sweeps of {PARTS.get(parts, f'1/{parts} of')} a run"
+    if not experiment.rate:
+        text = f"rates from {sweeps}"
+    elif isinstance(experiment.rate, dict):
+        text = "rates from whole runs"
+        if swept := swept_difference(comparison, label):
+            text += f"; those from {sweeps} give {swept.describe(2)}"
+    else:
+        text = f"one rate, from {sweeps}"
+    return text + ("; lead still shrinking" if _still_shrinks(comparison, label) else "")
+
+
+def swept_difference(comparison: DeclaredComparison, label: str) -> Interval | None:
+    """Return the difference of whole runs at the rates that the sweeps chose, whatever is declared.
+
+    `None` if there is no sweep, or no whole run at its rates.
+    """
+    rates = {name: rate for name in (BASELINE, label) if (rate := comparison.best_rate(name))}
+    shown = comparison.shown(rates=rates)
+    return Interval.of(shown.differences(label)) if label in shown.rates else None
+
+
+def _still_shrinks(comparison: DeclaredComparison, label: str) -> bool:
+    """Return whether the lead in training loss, a mean over seeds, shrank clearly in the last fifth of the run."""
+    # [seeds, points, (step, loss)]
+    curves, standard = (np.array([run["curve"] for run in runs]) for runs in zip(*comparison.shown().pairs[label]))
+    leads = (curves - standard)[:, :, 1].mean(axis=0)
+    fifth = max(1, len(leads) // 5)
+    before, last = leads[-2 * fifth : -fifth].mean(), leads[-fifth:].mean()
+    return bool(before < 0 and last > FALLING * before)
 
 
 def _is_block(connection: Mapping[str, Any]) -> bool:
@@ -79,49 +147,57 @@ def _is_block(connection: Mapping[str, Any]) -> bool:
 
 
 def leads_of(comparisons: Iterable[DeclaredComparison]) -> list[Lead]:
-    """Return the leads of comparisons that have runs, the longest runs first."""
+    """Return the leads of comparisons that have runs, those with the most tokens per parameter first."""
     leads = [lead for comparison in comparisons if (lead := lead_of(comparison))]
-    return sorted(leads, key=lambda lead: (-lead.tokens, lead.source))
+    return sorted(leads, key=lambda lead: (-lead.tokens / lead.parameters, lead.source))
 
 
 def published() -> list[Lead]:
     """Return what others report, in the order of `published.yaml`."""
-    rows = [(source, row) for source, rows in read_yaml(PUBLISHED).items() for row in rows]
-    return [Lead(source=source, values=[row.pop("lead")], **row) for source, row in rows]
+    leads = []
+    for source, rows in read_yaml(PUBLISHED).items():
+        title = source.removeprefix("[").partition("]")[0].partition(",")[0]
+        for row in rows:
+            interval = Interval.of_deviation(row.pop("lead"), row.pop("deviation", None), row.get("seeds", 1))
+            leads.append(Lead(source=source, name=f"{short(row['parameters'])}, {title}", difference=interval, **row))
+    return leads
 
 
-def table(leads: Sequence[Lead], first: int) -> str:
-    """Tabulate leads, a row for each.
-
-    Args:
-        leads: The rows.
-        first: The number of the first row; the figure has the same numbers.
-    """
-    ways = WAYS if any(lead.equal_time for lead in leads) else ()
-    head = ["", "from", "sublayers", "d", "parameters", "tokens", "seeds", "Block minus standard"]
-    rows = [head + [f"at equal time, {TITLES[way]}" for way in ways]]
-    for number, lead in enumerate(leads, first):
-        if len(lead.values) > 1:
-            difference = spread(lead.values, "+")
-        else:
-            difference = f"{lead.values[0]:+.3f}" + (f" ± {lead.deviation:.3f}" if lead.deviation else "")
-        cells = [str(number), lead.source, str(lead.sublayers), f"{lead.width:,}"]
-        cells += [_short(lead.parameters), _short(lead.tokens), str(lead.seeds or ""), difference]
-        rows.append(cells + [f"{lead.equal_time[way]:+z.2f}" if way in lead.equal_time else "" for way in ways])
-    return markdown(rows, texts=2)
+def table(leads: Sequence[Lead]) -> str:
+    """Tabulate leads, a row for each."""
+    is_here = any(lead.limits for lead in leads)
+    head = ["from", "sublayers", "d", "parameters", "tokens", "per parameter", "seeds", f"Block {MINUS}"]
+    if is_here:
+        head += [f"at equal time, {TITLES[way]}" for way in WAYS] + ["limits"]
+    rows = [head]
+    for lead in leads:
+        cells = [lead.source, str(lead.sublayers), f"{lead.width:,}", short(lead.parameters), short(lead.tokens)]
+        cells += [lead.per_parameter, str(lead.seeds or "not reported"), _reported(lead)]
+        if is_here:
+            cells += [time.describe(2) if (time := lead.equal_time.get(way)) else "not measured" for way in WAYS]
+            cells.append(lead.limits)
+        rows.append(cells)
+    return markdown(rows)
 
 
-def _short(count: float) -> str:
+def _reported(lead: Lead) -> str:
+    """Format a difference. What others report has three digits, and mostly no deviation to make an interval from."""
+    if lead.limits:
+        return lead.difference.describe()
+    return f"{lead.difference.mean:+.3f}" if lead.difference.bounds is None else lead.difference.describe(3)
+
+
+def short(count: float) -> str:
     """Format a count such as 2.7M or 119B."""
     unit, letter = next(((u, name) for u, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if count >= u), (1.0, ""))
     return f"{count / unit:.3g}{letter}"
 
 
 def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
-    """Draw each lead against the tokens seen per parameter, with the number of its row.
+    """Draw each lead on a line of its own, beside the name of its model.
 
     Args:
-        here: Leads that were measured here, the first rows.
+        here: Leads that were measured here.
         others: Leads that others report.
         path: The picture.
     """
@@ -131,44 +207,33 @@ def plot(here: Sequence[Lead], others: Sequence[Lead], path: Path) -> None:
 @styled
 def _draw(here: Sequence[Lead], others: Sequence[Lead]) -> Drawing:
     """Return the figure of `plot`."""
-    figure = column(2.9)
+    groups = {
+        "here, equal tokens": (list(here), "tab:blue", "o"),
+        "the paper": ([lead for lead in others if lead.is_paper], "tab:orange", "D"),
+        "others": ([lead for lead in others if not lead.is_paper], "tab:gray", "s"),
+    }
+    lines = [lead for leads, *_ in groups.values() for lead in leads]
+    heights = {id(lead): -line for line, lead in enumerate(lines)}
+    figure = column(1.4 + 0.17 * len(lines))
     axes = figure.subplots()
-    numbered = list(enumerate([*here, *others], 1))
-    measured, reported = numbered[: len(here)], numbered[len(here) :]
-    paper = [row for row in reported if row[1].source.startswith("paper")]
-    for label, group, color, marker in (
-        ("here: mean ± deviation over seeds", measured, "tab:blue", "o"),
-        ("the paper (mixtures of experts)", paper, "tab:orange", "D"),
-        ("others", [row for row in reported if row not in paper], "tab:gray", "s"),
-    ):
-        if not group:
+    axes.axvline(0, color="black", linewidth=0.8)
+    for title, (leads, color, marker) in groups.items():
+        if not leads:
             continue
-        numbers, leads = zip(*group)
-        places, means = [lead.tokens / lead.parameters for lead in leads], [mean(lead.values) for lead in leads]
-        deviations = [lead.deviation or 0.0 for lead in leads]
-        if group is paper:  # one number for all, since they lie beside each other
-            numbers = [f"{numbers[0]} to {numbers[-1]}"]
-        else:
-            places = _apart(places)
-        axes.errorbar(places, means, deviations, fmt=marker, color=color, capsize=2, markersize=4, label=label)
-        # Leads of here have their numbers above their bars and the others below, so that they do not collide.
-        for place, value, deviation, text in zip(places, means, deviations, numbers):
-            end, offset = (value + deviation, 3) if group is measured else (value - deviation, -10)
-            axes.annotate(text, (place, end), (0, offset), textcoords="offset points", ha="center", fontsize=SMALL)
-    axes.axhline(0, color="gray", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.margins(x=0.08, y=0.08)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("training tokens per parameter")
-    axes.set_ylabel("loss, Block minus standard (nats/token)")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+        widths = [lead.difference.half_width or math.nan for lead in leads]  # no bar where there is no interval
+        places = [(lead.difference.mean, heights[id(lead)]) for lead in leads]
+        axes.errorbar(*zip(*places), xerr=widths, fmt=marker, color=color, capsize=2, markersize=4, label=title)
+    # A compiled step is the fairer one. The eager one stands in where no other was measured.
+    times = [(lead, [lead.equal_time[way] for way in WAYS if way in lead.equal_time]) for lead in here]
+    if timed := [(lead, of[-1]) for lead, of in times if of]:
+        places = [(time.mean, heights[id(lead)] - 0.32) for lead, time in timed]
+        style = {"marker": "o", "markerfacecolor": "white", "color": "tab:blue", "markersize": 4, "linewidth": 0}
+        axes.plot(*zip(*places), **style, label="here, equal time")
+    axes.set_yticks([*heights.values()], [f"{lead.name} ({lead.per_parameter})" for lead in lines])
+    axes.set_ylim(-len(lines) + 0.3, 0.7)
+    axes.grid(axis="x", alpha=0.3)
+    figure.suptitle("Parameters, model (training tokens per parameter)", fontsize=SMALL + 1)
+    meaning = "below 0 Block is better; bars: 95% intervals"
+    figure.supxlabel(f"loss of Block AttnRes minus standard, nats/token\n{meaning}", fontsize=SMALL + 1)
+    axes.legend(frameon=False, loc="upper left", fontsize=SMALL)
     return figure
-
-
-def _apart(places: Sequence[float]) -> list[float]:
-    """Move places on a logarithmic axis to the right, so that each lies at least `APART` from the one before."""
-    moved, before = list(places), 0.0
-    for number in sorted(range(len(places)), key=places.__getitem__):
-        before = moved[number] = max(places[number], before * APART)
-    return moved

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from statistics import mean, stdev
+from statistics import mean
 from types import MappingProxyType
 
 import numpy as np
 
 from attnres.analysis.tables import markdown as markdown_table
 from attnres.configuration import count_parameters
+from attnres.utils.intervals import Interval
 
 from .costs import TITLES
 from .declared import BASELINE, HEALING_SEEDS, SELECTION_SEED, HealingExperiment
@@ -17,6 +18,8 @@ from .scratch import DeclaredComparison, ShownRuns
 from .store import RunStore
 
 NOT_MEASURED: Mapping[str, float] = MappingProxyType({})
+MINUS = "minus standard [95% interval]"
+NOT_COMPARED = "not compared"  # a connection without kernels, by its eager time
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)  # the training loss is shown after these shares of the steps
 
 
@@ -28,17 +31,6 @@ def markdown(rows: Sequence[Sequence[str]], texts: int = 1) -> str:
         texts: How many of the first columns hold text. The others hold numbers.
     """
     return markdown_table(rows[0], rows[1:], texts=texts)
-
-
-def spread(values: Sequence[float], sign: str = "") -> str:
-    """Format mean ± standard deviation over seeds, such as `3.9932 ± 0.0189`. `+` shows the sign of the mean."""
-    deviation = deviation_of(values)
-    return f"{mean(values):{sign}z.4f}" + ("" if deviation is None else f" ± {deviation:.4f}")
-
-
-def deviation_of(values: Sequence[float]) -> float | None:
-    """Return the standard deviation; `None` for a single value, and if a run diverged."""
-    return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
 def distance_of_means(rows: Iterable[Sequence[float]]) -> float:
@@ -72,30 +64,37 @@ def scratch_tables(
 def result_table(
     shown: ShownRuns, costs: Mapping[str, Mapping[str, float]], memory: Mapping[str, float] = NOT_MEASURED
 ) -> str:
-    """Tabulate held-out losses, and their differences from the standard model within seeds.
+    """Tabulate held-out losses, and their differences from the standard model within seeds with their intervals.
+
+    A connection without kernels is compared at equal time only where both models are compiled.
 
     Args:
         shown: The runs.
         costs: As in [`scratch_tables`]. Each way adds two columns: the ratio, and the difference at equal time.
         memory: As in [`scratch_tables`]. It adds two columns: the ratio, and the parameters without the embeddings.
     """
-    published = shown.comparison.experiment.published
-    head = ["model", "rate", "seeds", "held-out loss", "minus standard"]
+    experiment = shown.comparison.experiment
+    published = experiment.published
+    head = ["model", "rate", "seeds", "held-out loss", MINUS]
     for way in costs:
-        head += [f"time of a step, {TITLES[way]}", "minus standard, at equal time"]
+        mark = " (k: with kernels)" if way == "eager" else ""
+        head += [f"time of a step, {TITLES[way]}{mark}", f"at equal time, {TITLES[way]}"]
     if memory:
         head += ["memory of a step", "parameters"]
     rows = [head + (["in the paper"] if published else [])]
     for label, rate in shown.rates.items():
-        losses, differences = [run["after"] for run, _ in shown.pairs[label]], shown.differences(label)
-        is_baseline = label == BASELINE
-        cells = [label, f"{rate:g}", str(len(losses)), spread(losses), "" if is_baseline else spread(differences, "+")]
-        for ratios in costs.values():
+        losses = [run["after"] for run, _ in shown.pairs[label]]
+        is_baseline, has_kernels = label == BASELINE, experiment.has_kernels(label)
+        difference = "" if is_baseline else Interval.of(shown.differences(label)).describe()
+        cells = [label, f"{rate:g}", str(len(losses)), f"{mean(losses):.4f}", difference]
+        for way, ratios in costs.items():
             cost = ratios.get(label)
-            difference = None if is_baseline else at_equal_time(shown, label, cost)
-            cells += [f"{cost:.2f}" if cost else "", "" if difference is None else f"{difference:+z.2f}"]
+            mark = " k" if way == "eager" and has_kernels else ""
+            estimate = None if is_baseline else at_equal_time(shown, label, way, cost)
+            without = cost and not is_baseline and way == "eager" and not has_kernels
+            cells += [f"{cost:.2f}{mark}" if cost else "", estimate.describe(2) if estimate else ""]
+            cells[-1] = NOT_COMPARED if without else cells[-1]
         if memory:
-            experiment = shown.comparison.experiment
             parameters = count_parameters(experiment.config(experiment.connections[label])).non_embedding
             cells += [f"{memory[label]:.2f}" if label in memory else "", f"{parameters:,}"]
         if published:
@@ -104,8 +103,8 @@ def result_table(
     return markdown(rows)
 
 
-def at_equal_time(shown: ShownRuns, label: str, cost: float | None) -> float | None:
-    """Estimate the mean difference from the standard model, had both trained equally long by the clock.
+def at_equal_time(shown: ShownRuns, label: str, way: str, cost: float | None) -> Interval | None:
+    """Estimate the difference from the standard model, had both trained equally long by the clock.
 
         difference + slope * ln(cost),   slope = (loss(short) - loss(tokens)) / ln(tokens / short)
 
@@ -116,15 +115,20 @@ def at_equal_time(shown: ShownRuns, label: str, cost: float | None) -> float | N
     Args:
         shown: The runs.
         label: The label of the connection.
+        way: `eager` or `compiled`.
         cost: The time of a step as a ratio to the standard model; `None` if it was not measured.
 
     Returns:
-        The difference (nats/token); `None` if there is no cost, or no shorter run at that rate.
+        The difference (nats/token), with the interval over seeds as it is at equal tokens: the errors of the slope and
+        of the cost are not in it. `None` if there is no cost, or no shorter run at that rate, or if the connection has
+        no kernels and is not compiled: its time would be that of PyTorch's calls rather than its own.
     """
+    if not cost or (way == "eager" and not shown.comparison.experiment.has_kernels(label)):
+        return None
     for name, is_sweep in ((label, False), (BASELINE, False), (label, True), (BASELINE, True)):
         slope = _slope(shown, name, is_sweep)
-        if cost and slope is not None:
-            return mean(shown.differences(label)) + slope * math.log(cost)
+        if slope is not None:
+            return Interval.of(shown.differences(label)).shifted(slope * math.log(cost))
     return None
 
 
@@ -182,7 +186,7 @@ def healing_tables(experiment: HealingExperiment, store: RunStore) -> dict[str, 
 
 def _healed(experiment: HealingExperiment, store: RunStore) -> str:
     """Tabulate the held-out loss of the reported recipes, and its differences from the standard model within seeds."""
-    rows = [["model", "trained", "tokens", "seeds", "held-out loss", "minus standard", "minus start"]]
+    rows = [["model", "trained", "tokens", "seeds", "held-out loss", MINUS, "minus start [95% interval]"]]
     for label, recipe in experiment.report.items():
         baseline = experiment.baseline(recipe)
         pairs = [[store.find(asdict(of), seed) for of in (recipe, baseline)] for seed in HEALING_SEEDS]
@@ -192,8 +196,9 @@ def _healed(experiment: HealingExperiment, store: RunStore) -> str:
         differences = [run["after"] - standard["after"] for run, standard in pairs]
         gains = [run["after"] - standard["before"] for run, standard in pairs]
         cells = [label, recipe.trained, f"{pairs[0][0]['tokens']:,}", str(len(pairs))]
-        cells += [spread([run["after"] for run, _ in pairs]), "" if recipe == baseline else spread(differences, "+")]
-        rows.append([*cells, spread(gains, "+")])
+        difference = "" if recipe == baseline else Interval.of(differences).describe()
+        losses = mean(run["after"] for run, _ in pairs)
+        rows.append([*cells, f"{losses:.4f}", difference, Interval.of(gains).describe()])
     return markdown(rows, texts=2)
 
 
@@ -222,6 +227,7 @@ def _distances(experiment: HealingExperiment, store: RunStore) -> str:
         # The standard model has no distance, and a run that diverged has none that is a number.
         runs = [run for run in runs if math.isfinite(run.get("distance_from_uniform", math.nan))]
         if runs:
-            of_means = [distance_of_means(run["depth_attention"]) for run in runs]
-            rows.append([label, spread([run["distance_from_uniform"] for run in runs]), spread(of_means)])
+            distances = mean(run["distance_from_uniform"] for run in runs)
+            of_means = mean(distance_of_means(run["depth_attention"]) for run in runs)
+            rows.append([label, f"{distances:.4f}", f"{of_means:.4f}"])
     return markdown(rows)

@@ -72,7 +72,7 @@ class SwitchedAttnRes(AttnRes):
     reference = "arXiv 2603.15031"
     used_by = "Kimi K3"
     state_size = "blocks + 1"
-    measured = {"step": "1.03", "lower": "7 of 9"}
+    measured = {"step": "1.03"}
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)

@@ -27,7 +27,7 @@ class DenseFormer(ResidualConnection):
     summary = "averages over depth"
     reference = "arXiv 2402.02622"
     state_size = "layers + 1"
-    measured = {"step": "1.01", "lower": "1 of 1"}
+    measured = {"step": "1.01"}
     retrofit = {}
     float32 = True  # beside the 1 of a weight's start, bfloat16 would lose the steps of training
 

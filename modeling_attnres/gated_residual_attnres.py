@@ -52,7 +52,7 @@ class GatedResidual(ResidualStreams):
     reference = "arXiv 2608.30320"
     used_by = "Qwen3.8-Flash-Next"
     own_start = "gates at 1, gains apart; there at random"
-    measured = {"step": "1.38", "lower": "0 of 1"}
+    measured = {"step": "1.38"}
     title = "Gated Residual"
     fields = field_defaults(GatedResidualFields)
     retrofit = {"residual_streams_start": "apart"}

@@ -17,7 +17,7 @@ class IdentityHyperConnections(ProjectedStreams):
     summary = "n streams, not mixed"
     used_by = "Hy-V4"
     own_start = "scales at 0; Hy-V4's are 0.01"
-    measured = {"step": "1.12", "lower": "1 of 2"}
+    measured = {"step": "1.12"}
     title = "Identity Hyper-Connections"
 
 

@@ -34,7 +34,7 @@ class MHC(ProjectedStreams):
     reference = "arXiv 2512.24880"
     used_by = "DeepSeek-V4"
     own_start = "scales at 0; there 0.01, and biases are not published"
-    measured = {"step": "1.21", "lower": "0 of 1"}
+    measured = {"step": "1.21"}
     title = "mHC"
     fields = field_defaults(MHCFields)
 

@@ -54,7 +54,7 @@ class MUDDFormer(DenseFormer):
     summary = "averages set by token"
     reference = "arXiv 2502.12170"
     used_by = "modded-nanogpt"
-    measured = {"step": "1.05", "lower": "0 of 1"}
+    measured = {"step": "1.05"}
     fields = field_defaults(MUDDFormerFields)
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):

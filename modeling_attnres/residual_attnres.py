@@ -126,8 +126,7 @@ class ResidualConnection(AddedModule):
     own_start: ClassVar[str] = ""  # how its start from scratch differs from the published one
     state_size: ClassVar[str] = "1"  # the state between sublayers, in tensors [tokens, hidden]
     exact: ClassVar[str] = ""  # the forms in which a retrofit is exact; by default all where `retrofit` is set
-    # What benchmarks and experiments measured: "step", the time of a training step over that of the standard model;
-    # "lower", the experiments in which its loss ended lower in every seed, of those that have it.
+    # What benchmarks measured: "step", the time of a training step over that of the standard model.
     measured: ClassVar[dict[str, str]] = {}
     fields: ClassVar[dict[str, Any]] = {}  # its configuration fields with their defaults
     start_fields: ClassVar[tuple[str, ...]] = ()  # fields that only untrained tensors depend on

@@ -41,7 +41,7 @@ class ResidualScalars(ResidualConnection):
     used_by = "nanochat"
     own_start = "0, as first in nanochat; `residual_scalars_start` has its later one"
     state_size = "2"
-    measured = {"step": "1.02", "lower": "0 of 1"}
+    measured = {"step": "1.02"}
     fields = field_defaults(ResidualScalarsFields)
     start_fields = ("residual_scalars_start",)
     retrofit = {"residual_scalars_start": "standard"}

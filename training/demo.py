@@ -21,6 +21,7 @@ from unittest import mock
 import datasets.config
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
@@ -41,6 +42,7 @@ from attnres.conversion.family import retrofit_config
 from attnres.conversion.retrofit import load_source
 from attnres.conversion.verify import compare
 from attnres.utils.files import atomic_directory, atomic_write
+from attnres.utils.intervals import Interval
 from attnres.utils.model_files import DEMO_ATTENTION, DEMO_LOSSES, DEMO_MODEL, DEMO_RESULTS, WRITTEN_DEMO
 from attnres.utils.progress import ProgressBar, status
 from attnres.utils.quiet import quiet_transformers
@@ -89,9 +91,8 @@ NEW_TOKENS = 40  # of each text that is generated
 THE_MODEL = "Both are Llamas with {layers} layers of width {width}: {parameters:,} parameters beside the embeddings."
 AT_THIS_LENGTH = (
     "This is not the difference at the end of a training. {tokens:,} tokens are {share:.2f} for each parameter, and a "
-    "difference changes with the length: that of the largest model measured so far was 0.53 nats after 300 steps, and "
-    "0.34 after 1,024. Longer runs of small dense models mostly ended 0.01 to 0.07 apart, and the paper reports 0.02 "
-    "after 200 tokens for each parameter (docs/results.md in the repository)."
+    "difference changes with the length. Most longer runs of small models ended in ties. The paper reports 0.02 nats "
+    "after about 200 tokens for each parameter (docs/results.md in the repository)."
 )
 
 _GENERATE = """
@@ -374,15 +375,15 @@ def difference(first: Tensor, second: Tensor) -> dict[str, Any]:
         second: Those of the model that it is compared with.
 
     Returns:
-        First minus second: `by_seed`; their `mean`; its standard deviation `over_seeds`; and `over_documents`, its
-        standard error from the choice of documents.
+        First minus second: `by_seed`; their `mean`; its 95% `interval` over the seeds, `None` for a single seed; and
+        `over_documents`, the standard error of the mean from the choice of documents.
     """
     by_seed, by_document = (first - second).mean(1), (first - second).mean(0)
     error = by_document.std() / len(by_document) ** 0.5
     return {
         "by_seed": by_seed.tolist(),
         "mean": by_seed.mean().item(),
-        "over_seeds": by_seed.std().item(),
+        "interval": Interval.of(by_seed.tolist()).bounds,
         "over_documents": error.item(),
     }
 
@@ -421,7 +422,7 @@ def _loss_table(seeds: range, losses: dict[str, list[float]], lead: dict[str, An
         table.add_row(str(row[0]), f"{row[1]:.4f}", f"{row[2]:.4f}", f"{row[3]:+.4f}")
     table.add_section()
     means = (f"{sum(losses[label]) / SEEDS:.4f}" for label in (STANDARD, ATTN_RES))
-    table.add_row("mean", *means, f"[bold]{lead['mean']:+.4f} ± {lead['over_seeds']:.4f}[/]")
+    table.add_row("mean", *means, f"[bold]{escape(Interval.of(lead['by_seed']).describe())}[/]")
     return table
 
 
@@ -429,8 +430,8 @@ def _describe_errors(lead: dict[str, Any], documents: int) -> str:
     lower = sum(gain < 0 for gain in lead["by_seed"])
     return (
         f"{ATTN_RES} has the lower loss with {lower} of {counted(len(lead['by_seed']), 'seed')}. "
-        f"± is the standard deviation over seeds. For the choice of the {documents} held-out documents the mean has a "
-        f"standard error of {lead['over_documents']:.4f}."
+        f"In brackets: the 95% interval over the seeds. For the choice of the {documents} held-out documents the mean "
+        f"has a standard error of {lead['over_documents']:.4f}."
     )
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from matplotlib.text import Text
+from scipy import stats
 
 from attnres.analysis import loss_figures
 from attnres.analysis.loss_figures import plot_loss_curves, plot_paired_runs
@@ -33,13 +34,26 @@ def test_lines_are_means_over_seeds_and_the_difference_is_taken_within_a_seed(tm
     }
     plot_paired_runs(runs, tmp_path / "runs.png", points=5)
     upper, lower = drawn[0].axes
-    (a, b) = upper.get_lines()
+    a, *singles, b = upper.get_lines()[:5]
+    assert singles[2].get_ydata() - a.get_ydata() == pytest.approx([1.0] * 5)  # seed 2
     assert a.get_xdata()[0] == 5.0  # the mean of steps 2, 4, 6 and 8
     assert a.get_ydata()[0] == pytest.approx(1.0 + (1 / 2 + 1 / 4 + 1 / 6 + 1 / 8) / 4)
     assert (b.get_ydata() - a.get_ydata()) == pytest.approx([0.5] * 5)
     assert lower.get_lines()[0].get_ydata() == pytest.approx([-0.5] * 5)
     (band,) = lower.collections
     assert band.get_paths()[0].get_extents().height < 1e-9  # seeds that differ in both alike
+
+
+def test_the_band_is_the_interval_of_the_mean_difference(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(loss_figures, "finish", lambda figure, path: drawn.append(figure))
+    by_seed = [-0.3, -0.2, -0.4]
+    runs = {"a": [[(1, 5 + lead), (2, 5 + lead)] for lead in by_seed], "b": [[(1, 5.0), (2, 5.0)]] * 3}
+    plot_paired_runs(runs, tmp_path / "runs.png", points=2)
+    (band,) = drawn[0].axes[1].collections
+    box = band.get_paths()[0].get_extents()
+    expected = stats.ttest_1samp(by_seed, 0).confidence_interval(0.95)
+    assert (box.y0, box.y1) == pytest.approx((expected.low, expected.high), abs=1e-6)
 
 
 def test_text_can_be_read_where_a_phone_shows_the_figure_at_350_pixels(tmp_path, monkeypatch):

@@ -63,7 +63,8 @@ def test_the_difference_is_within_seeds_and_documents():
     first = torch.stack([by_document + seed for seed in range(3)])
     lead = difference(first + 5.0, torch.full((3, 3), 5.0, dtype=torch.float64))
     assert lead["by_seed"] == pytest.approx([0.4, 1.4, 2.4])
-    assert (lead["mean"], lead["over_seeds"]) == (pytest.approx(1.4), pytest.approx(1.0))
+    half = 4.302653 / 3**0.5  # of 3 seeds whose standard deviation is 1
+    assert (lead["mean"], lead["interval"]) == (pytest.approx(1.4), pytest.approx((1.4 - half, 1.4 + half)))
     assert lead["over_documents"] == pytest.approx(by_document.std().item() / 3**0.5)
 
 
@@ -94,8 +95,11 @@ def test_the_demo_compares_over_seeds_shows_an_exact_retrofit_and_saves_a_model_
         assert re.search(numbers, process.stdout)
     assert len(set(losses["standard"])) == 3
     assert difference["mean"] == pytest.approx(statistics.mean(difference["by_seed"]))
-    assert difference["over_seeds"] == pytest.approx(statistics.stdev(difference["by_seed"]))
-    assert f"{difference['mean']:+.4f} ± {difference['over_seeds']:.4f}" in process.stdout
+    low, high = difference["interval"]
+    assert (low + high) / 2 == pytest.approx(difference["mean"])
+    half = 4.302653 * statistics.stdev(difference["by_seed"]) / 3**0.5
+    assert high - low == pytest.approx(2 * half, rel=1e-5)
+    assert f"{difference['mean']:+.4f} [{low:+.4f}, {high:+.4f}]" in process.stdout
     assert "This is not the difference at the end of a training" in process.stdout
     lower = sum(number < 0 for number in difference["by_seed"])
     assert f"Block AttnRes has the lower loss with {lower} of 3 seeds." in process.stdout
