@@ -1,4 +1,4 @@
-"""Write into their pages the tables and lists of residual connections, from what the files of these declare.
+"""Write into their pages the tables and lists of residual connections and backbones, from what the files of these declare.
 
     python docs/tables.py    # or `make tables`
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from connection_facts import TITLES, run_rows  # beside this file
 from entries import PAGES, with_entries
 
-from attnres import CONNECTIONS
+from attnres import BACKBONES, CONNECTIONS
 from attnres.utils.declared import DeclaredConnection, declared_connections, presets
 
 ROOT = Path(__file__).parents[1]
@@ -61,8 +61,15 @@ def float32_list() -> str:
     return "\n" + ", ".join(f"`{name}`" for name in names) + "\n\n"
 
 
+def names_table() -> str:
+    """Return a table with the names of the backbones and of the connections."""
+    listed = {"backbones": BACKBONES, "connections": own_connections(), "presets of `attn_res`": presets()}
+    return _table(("", "names"), ((kind, ", ".join(f"`{name}`" for name in names)) for kind, names in listed.items()))
+
+
 # Page -> the parts that are made, by the names of their marks.
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"names": names_table},
     "docs/guides/connections.md": {"connections": connections_table, "runs": runs_table, "fields": fields_table},
     "docs/concepts/exactness.md": {"float32": float32_list},
 }

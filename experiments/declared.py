@@ -73,6 +73,8 @@ class ScratchExperiment:
         warmup: Steps of warm-up; `None` for a twentieth of the run.
         costs: The experiment whose measured costs are used where this one has none.
         runs_of: The experiment that the runs of standard and Block AttnRes were taken from, if they were.
+        pairs: Connections to compare with each other instead of with the standard model, such as `[Full, DenseFormer]`.
+        rate_pairs: Label -> a learning rate, of comparisons at other rates than those of the tables.
         title: What tells it from experiments of the same size, in figures; may be empty.
         published: Label -> the loss that the paper reports, minus its baseline (nats/token).
     """
@@ -93,6 +95,8 @@ class ScratchExperiment:
     warmup: int | None = None
     costs: str | None = None
     runs_of: str | None = None
+    pairs: list[list[str]] = field(default_factory=list)
+    rate_pairs: list[dict[str, float]] = field(default_factory=list)
     title: str = ""
     published: dict[str, float] = field(default_factory=dict)
 
@@ -130,18 +134,8 @@ class ScratchExperiment:
 
     def setting(self) -> dict[str, Any]:
         """Return what all runs of a results file share, whatever their connections, rates, seeds and tokens."""
-        free = (
-            "connections",
-            "tokens",
-            "sweep_tokens",
-            "rates",
-            "rate",
-            "seeds",
-            "costs",
-            "runs_of",
-            "title",
-            "published",
-        )
+        free = {"connections", "tokens", "sweep_tokens", "rates", "rate", "seeds"}
+        free |= {"costs", "runs_of", "pairs", "rate_pairs", "title", "published"}
         return {name: value for name, value in asdict(self).items() if name not in free and value is not None}
 
     def steps(self, tokens: int) -> int:

@@ -3,13 +3,14 @@
 The command needs no runs and no PyTorch: it reads the file that [`report`] writes from [`of`].
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from attnres.utils.intervals import TIE, Interval
 
 from .declared import BASELINE
 from .scratch import DeclaredComparison
+from .tables import MINUS, markdown
 
 FILE = "configuration/evidence.json"
 COMPARED = "ablations-connections"  # has the most connections, each at its own best rate
@@ -52,3 +53,13 @@ def of(comparisons: Iterable[DeclaredComparison]) -> dict[str, dict[str, Any]]:
         | ({"loss": losses[name]} if name in losses else {})
         for name, verdicts in found.items()
     }
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Tabulate what [`of`] returns."""
+    words = ("lower", TIE, "higher")
+    rows = [["name", "experiments here", *words, f"{MINUS}, where most are compared"]]
+    for name, told in found.items():
+        counts = [str(told[key]) for key in ("experiments", *words)]
+        rows.append([f"`{name}`", *counts, told.get("loss", "not compared there")])
+    return markdown(rows)

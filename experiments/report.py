@@ -12,7 +12,7 @@ from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.analysis.tables import update_tables
 from attnres.utils.files import atomic_write
 
-from . import demo, evidence, first_screen, store, summary
+from . import evidence, first_screen, store, summary
 from .costs import costs_of, memory_of
 from .declared import BASELINE, FROM_SCRATCH, HealingExperiment, ScratchExperiment, names
 from .scratch import DeclaredComparison
@@ -70,7 +70,9 @@ def write_all() -> None:
     atomic_write(tables_page(), "\n".join([head, *(f"## {name}\n\n{table}\n" for name, table in tables.items())]))
     here, others = summary.leads_of(first_runs(comparisons)), summary.published()
     tables |= {"summary: here": summary.table(here), "summary: others": summary.table(others)}
-    tables |= {"first screen": first_screen.table(here, others), "demo": demo.table()}
+    found = evidence.of(comparisons)
+    tables |= {"summary: verdicts": summary.verdicts(here), "evidence here": evidence.table(found)}
+    tables |= {"first screen": first_screen.table(here, others)}
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
     for page, text in texts.items():
         update_tables(page, {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})
@@ -81,10 +83,8 @@ def write_all() -> None:
             first = next(label for label in shown.rates if label != BASELINE)
             curves = ([run["curve"] for run in runs] for runs in zip(*shown.pairs[first]))
             plot_paired_runs(dict(zip((first.replace("Block", "Block AttnRes"), BASELINE), curves)), figure)
-    demo.plot(store.results_file("demo").with_suffix(".png"))
     summary.plot(here, others, store.results_file("summary").with_suffix(".png"))
-    counts = json.dumps(evidence.of(comparisons), indent=2)
-    atomic_write(store.ROOT / evidence.FILE, f"{counts}\n")
+    atomic_write(store.ROOT / evidence.FILE, f"{json.dumps(found, indent=2)}\n")
     print(f"Written from the stored runs: {', '.join(PAGES)}, {tables_page()}, their figures, and {evidence.FILE}.")
 
 

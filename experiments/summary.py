@@ -5,6 +5,7 @@ a line for each: the difference of the losses at equal tokens with its interval,
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 
 from attnres.configuration import count_parameters
 from attnres.utils.drawing import SMALL, Drawing, column, finish, styled
-from attnres.utils.intervals import Interval
+from attnres.utils.intervals import TIE, Interval
 from attnres.utils.yaml_files import read_yaml
 
 from .costs import TITLES, WAYS, costs_of, memory_of
@@ -178,6 +179,24 @@ def table(leads: Sequence[Lead]) -> str:
             cells.append(lead.limits)
         rows.append(cells)
     return markdown(rows)
+
+
+def verdicts(leads: Sequence[Lead]) -> str:
+    """Count the experiments in which Block AttnRes is lower, ties or is higher, at equal tokens and at equal time."""
+    tokens = _counted([lead.difference for lead in leads])
+    # The compiled step where it was measured.
+    times = _counted([list(lead.equal_time.values())[-1] for lead in leads if lead.equal_time])
+    return f"At equal tokens Block AttnRes is {tokens}; at equal time it is {times}."
+
+
+def _counted(differences: Sequence[Interval]) -> str:
+    count = Counter(difference.verdict for difference in differences)
+    parts = (
+        f"lower in {count['lower']} of {len(differences)} experiments",
+        f"tied in {count[TIE]}",
+        f"higher in {count['higher']}",
+    )
+    return f"{parts[0]}, {parts[1]} and {parts[2]}"
 
 
 def _reported(lead: Lead) -> str:

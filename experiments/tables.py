@@ -10,7 +10,7 @@ import numpy as np
 
 from attnres.analysis.tables import markdown as markdown_table
 from attnres.configuration import count_parameters
-from attnres.utils.intervals import Interval
+from attnres.utils.intervals import TIE, Interval
 
 from .costs import TITLES
 from .declared import BASELINE, HEALING_SEEDS, SELECTION_SEED, HealingExperiment
@@ -55,9 +55,13 @@ def scratch_tables(
         costs: Way -> label -> time of a step as a ratio to the standard model.
         memory: Label -> peak memory of a step as a ratio to the standard model; may be empty.
     """
-    tables = {"result": result_table(shown, costs, memory), "lead": lead_table(shown)}
+    tables = {"result": result_table(shown, costs, memory), "verdicts": verdicts(shown), "lead": lead_table(shown)}
     if rates := rate_table(shown.comparison):
         tables["rates"] = rates
+    if pairs := pair_table(shown):
+        tables["pairs"] = pairs
+    if chosen := rate_pair_table(shown):
+        tables["rate pairs"] = chosen
     return {f"{shown.comparison.store.path.stem}: {name}": table for name, table in tables.items()}
 
 
@@ -101,6 +105,19 @@ def result_table(
             cells.append(f"{published[label]:+.3f}" if label in published else "")
         rows.append(cells)
     return markdown(rows)
+
+
+def verdicts(shown: ShownRuns) -> str:
+    """Name the connections that are lower than the standard model, tie with it, or are higher, by their intervals."""
+    by_verdict: dict[str, list[str]] = {"lower": [], TIE: [], "higher": [], "one seed": [], "diverged": []}
+    for label in shown.rates:
+        if label != BASELINE:
+            by_verdict[Interval.of(shown.differences(label)).verdict].append(f"*{label}*")
+    always = by_verdict.keys() - {"one seed", "diverged"}
+    named = {word: "; ".join(labels) for word, labels in by_verdict.items() if labels or word in always}
+    return "Against standard, at equal tokens. " + " ".join(
+        f"{word.capitalize()}: {labels or 'none'}." for word, labels in named.items()
+    )
 
 
 def at_equal_time(shown: ShownRuns, label: str, way: str, cost: float | None) -> Interval | None:
@@ -160,6 +177,31 @@ def lead_table(shown: ShownRuns) -> str:
         rows = rows or [["step", *(f"{step:,.0f}" for step in curves[0, places, 0])]]
         rows.append([label, *(f"{lead:+z.3f}" for lead in leads)])
     return markdown(rows) if rows else "No other connection has runs."
+
+
+def pair_table(shown: ShownRuns) -> str:
+    """Tabulate the declared pairs of connections, within seeds; an empty string if none is declared or has runs."""
+    rows = [["first", "second", "seeds", "first minus second [95% interval]"]]
+    for first, second in shown.comparison.experiment.pairs:
+        losses = [{run["seed"]: run["after"] for run, _ in shown.pairs.get(label, [])} for label in (first, second)]
+        if seeds := sorted(losses[0].keys() & losses[1]):
+            interval = Interval.of([losses[0][seed] - losses[1][seed] for seed in seeds])
+            rows.append([first, second, str(interval.count), interval.describe()])
+    return markdown(rows, texts=2) if len(rows) > 1 else ""
+
+
+def rate_pair_table(shown: ShownRuns) -> str:
+    """Tabulate the difference from the standard model at the declared pairs of rates; as [`pair_table`]."""
+    rows: list[list[str]] = []
+    for rates in shown.comparison.experiment.rate_pairs:
+        at_these = shown.comparison.shown(shown.tokens, rates)
+        label = next(name for name in rates if name != BASELINE)
+        rows = rows or [[f"rate of {BASELINE}", f"rate of {label}", "seeds", f"{label} {MINUS}"]]
+        if label in at_these.rates:
+            interval = Interval.of(at_these.differences(label))
+            numbers = (f"{rates[name]:g}" for name in (BASELINE, label))
+            rows.append([*numbers, str(interval.count), interval.describe()])
+    return markdown(rows, texts=0) if len(rows) > 1 else ""
 
 
 def rate_table(comparison: DeclaredComparison) -> str:

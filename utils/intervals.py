@@ -64,7 +64,7 @@ class Interval:
         number = f"{self.mean:+z.{digits}f}"
         if self.bounds is None:
             return f"{number}, {self.verdict}"
-        low, high = (f"{bound:+z.{digits}f}" for bound in self.bounds)
+        low, high = (f"{bound:+.{digits}f}" for bound in self.bounds)  # the sign of a bound shows the verdict
         return f"{number} [{low}, {high}]" + (f", {TIE}" if self.verdict == TIE else "")
 
 

@@ -42,7 +42,7 @@ def test_the_verdict_is_a_tie_where_the_interval_holds_zero():
 def test_an_interval_is_written_with_its_mean_and_the_word_tie():
     assert Interval.of([-0.03, -0.02, -0.04]).describe() == "-0.0300 [-0.0548, -0.0052]"
     assert Interval.of([-0.03, -0.02, 0.01]).describe(3) == "-0.013 [-0.065, +0.038], tie"
-    assert Interval.of([-0.00001, 0.00001]).describe(2) == "+0.00 [+0.00, +0.00], tie"
+    assert Interval.of([-0.00001, 0.00001]).describe(2) == "+0.00 [-0.00, +0.00], tie"
 
 
 def test_one_seed_and_a_run_that_diverged_have_no_interval():
