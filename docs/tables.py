@@ -1,4 +1,4 @@
-"""Write into their pages the tables and lists of residual connections and backbones, from what the files of these declare.
+"""Write into their pages the tables and lists of connections and backbones, from what the files of these declare.
 
     python docs/tables.py    # or `make tables`
 

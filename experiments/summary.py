@@ -137,9 +137,10 @@ def _still_shrinks(comparison: DeclaredComparison, label: str) -> bool:
     # [seeds, points, (step, loss)]
     curves, standard = (np.array([run["curve"] for run in runs]) for runs in zip(*comparison.shown().pairs[label]))
     leads = (curves - standard)[:, :, 1].mean(axis=0)
-    fifth = max(1, len(leads) // 5)
-    before, last = leads[-2 * fifth : -fifth].mean(), leads[-fifth:].mean()
-    return bool(before < 0 and last > FALLING * before)
+    if len(leads) < 5:
+        return False
+    *_, before, last = np.array_split(leads, 5)
+    return bool(before.mean() < 0 and last.mean() > FALLING * before.mean())
 
 
 def _is_block(connection: Mapping[str, Any]) -> bool:

@@ -58,7 +58,7 @@ def test_new_costs_replace_the_stored_ones_and_leave_the_runs(tmp_path, monkeypa
 
 
 def test_costs_of_the_same_model_are_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "FOLDER", tmp_path)
+    monkeypatch.setattr(store, "ROOT", tmp_path)
     same, other = replace(SMALL, costs="claim-cpu"), ScratchExperiment.load("claim-cpu")
     comparison = DeclaredComparison(same, RunStore(same, tmp_path / "runs.json"))
     assert costs_of(comparison) == {}

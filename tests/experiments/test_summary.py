@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from attnres import CONNECTIONS
-from experiments import report, summary
+from experiments import summary
 from experiments.declared import SELECTION_SEED
 from experiments.scratch import DeclaredComparison
 
@@ -35,8 +33,9 @@ def test_the_lead_is_that_of_the_first_block_without_switches(comparison):
         run = {"recipe": {"connection": experiment.connections[label], "rate": 1e-3, "tokens": SMALL.tokens}}
         add(comparison.store, run | {"seed": 0, "after": 1.0, **CURVE})
     lead = summary.lead_of(first)
-    assert lead.values == [-0.5, 0.0] and lead.seeds == 2
-    assert lead.deviation == pytest.approx(math.sqrt(0.125))
+    assert (lead.difference.mean, lead.difference.count, lead.seeds) == (-0.25, 2, 2)
+    half = 12.706205 * math.sqrt(0.125) / math.sqrt(2)  # of two seeds
+    assert lead.difference.bounds == pytest.approx((-0.25 - half, -0.25 + half), abs=1e-5)
     assert (lead.sublayers, lead.width, lead.tokens) == (8, 32, SMALL.tokens)
     layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
     # Eight sublayers and the output have a pseudo-query and a key norm each.
@@ -54,60 +53,58 @@ def test_at_equal_time_a_step_that_takes_twice_as_long_has_half_the_tokens(compa
     with comparison.store.update():
         comparison.store.costs = {"ratios": {"eager": {BLOCK: ratio}}}
     lead = summary.lead_of(comparison)
-    assert lead.equal_time == {"eager": pytest.approx(-0.25 + 0.5)}
-    assert summary.table([lead], 3).splitlines()[2].endswith("| 2 | -0.2500 ± 0.3536 | +0.25 |  |")
-    assert (
-        summary.table([lead], 3)
-        .splitlines()[2]
-        .startswith("| 3 | [claim-tiny](results/claim-tiny.json), Block, S=2 | 8 |")
+    (time,) = lead.equal_time.values()
+    assert (time.mean, time.half_width) == (pytest.approx(-0.25 + 0.5), lead.difference.half_width)
+    row = summary.table([lead]).splitlines()[2]
+    assert row.startswith("| [claim-tiny](results/claim-tiny.json), Block, S=2 | 8 |")
+    assert "| 2 | -0.2500 [-3.4266, +2.9266], tie | +0.25 [-2.93, +3.43], tie | not measured | one rate, from" in row
+    assert summary.verdicts([lead]) == (
+        "At equal tokens Block AttnRes is lower in 0 of 1 experiments, tied in 1 and higher in 0; at equal time it is "
+        "lower in 0 of 1 experiments, tied in 1 and higher in 0."
     )
+
+
+def test_a_row_says_how_its_rates_were_chosen_and_what_a_sweep_would_have_given(tmp_path):
+    rates = {"standard": 1e-3, BLOCK: 1e-3}
+    experiment = replace(SMALL, rate=rates, sweep_tokens=SMALL.tokens // 2)
+    runs = [
+        (label, 1e-3, SMALL.tokens, seed, loss) for label, loss in (("standard", 5.0), (BLOCK, 4.5)) for seed in (0, 1)
+    ]
+    # The sweep prefers another rate of Block, whose whole run ends higher.
+    runs += [
+        ("standard", 1e-3, SMALL.tokens // 2, SELECTION_SEED, 5.5),
+        (BLOCK, 1e-3, SMALL.tokens // 2, SELECTION_SEED, 5.4),
+    ]
+    runs += [(BLOCK, 2e-3, SMALL.tokens // 2, SELECTION_SEED, 5.3), (BLOCK, 2e-3, SMALL.tokens, 0, 5.75)]
+    lead = summary.lead_of(stored(experiment, tmp_path / "claim-tiny.json", runs))
+    assert lead.limits == "rates from whole runs; those from sweeps of half a run give +0.75, one seed"
+    swept = summary.lead_of(stored(replace(experiment, rate=None), tmp_path / "other.json", runs))
+    assert swept.limits == "rates from sweeps of half a run" and swept.difference.mean == 0.75
+
+
+def test_a_lead_that_shrinks_to_the_end_is_called_so(tmp_path):
+    comparison = stored(ONE_RATE, tmp_path / "claim-tiny.json", [])
+    for label, leads in (("standard", [0.0] * 10), (BLOCK, [-0.5] * 8 + [-0.4, -0.3])):
+        recipe = {"connection": SMALL.connections[label], "rate": 1e-3, "tokens": SMALL.tokens}
+        curve = [[step, 5.0 + lead] for step, lead in enumerate(leads, 1)]
+        add(comparison.store, {"recipe": recipe, "seed": 0, "after": curve[-1][1], "curve": curve})
+    assert summary.lead_of(comparison).limits.endswith("; lead still shrinking")
 
 
 def test_each_lead_of_others_names_its_source():
     leads = summary.published()
     assert all(lead.source.startswith("paper") or "](https://github.com/" in lead.source for lead in leads)
-    table = summary.table(leads, 1).splitlines()
-    assert "| 1 | paper, Table 2 | 24 | 896 | 194M | 38.7B |  | -0.022 |" in table
-    assert any(row.endswith("| 32 | 512 | 54M | 123M | 3 | -0.026 ± 0.006 |") for row in table)
+    table = summary.table(leads).splitlines()
+    assert "| paper, Table 2 | 24 | 896 | 194M | 38.7B | 200 | not reported | -0.022 |" in table
+    # An interval from a deviation of 0.006 over 3 seeds.
+    assert any(row.endswith("| 32 | 512 | 54M | 123M | 2.3 | 3 | -0.026 [-0.041, -0.011] |") for row in table)
 
 
 @pytest.mark.slow
-def test_the_figure_numbers_its_leads_like_the_rows(comparison, tmp_path):
-    here, others = summary.leads_of([comparison]), summary.published()
-    summary.plot(here, [], tmp_path / "alone.svg")
-    summary.plot(here, [others[-1], *others[:5]], tmp_path / "reordered.svg")
-    assert {"2", "3 to 7"} <= words(tmp_path / "reordered.svg")
-    summary.plot(here, others, tmp_path / "figure.svg")
-    assert {"the paper (mixtures of experts)", "others", "2 to 6", "7"} <= words(tmp_path / "figure.svg")
-
-
-def test_the_pages_count_the_stored_pairs_of_runs():
-    root = Path(__file__).parents[2]
-    leads = summary.leads_of(report.first_runs(report.stored_comparisons()))
-    dense = [value for lead in leads if "moe" not in lead.source for value in lead.values]
-    lower = sum(value < -0.01 for value in dense)
-    assert all(abs(value) < 0.01 for value in dense if value >= -0.01), "the others are ties"
-    for page in ("README.md", "docs/results.md"):
-        assert f"in {lower} of {len(dense)} pairs of runs" in (root / page).read_text(), page
-
-
-def test_the_list_of_connections_counts_the_experiments_that_each_wins():
-    """The column `lower` of `attnres list connections`, from the stored runs of each connection's first form."""
-    wins: dict[str, dict[tuple[float, ...], bool]] = {}
-    for comparison in report.stored_comparisons():
-        if comparison.store.path.stem != comparison.experiment.name:
-            continue  # a repetition
-        shown, compared = comparison.shown(), set()
-        for label in shown.rates:
-            form = dict(comparison.experiment.connections[label])
-            name = form.pop("residual_connection", "attn_res")
-            is_full = form.pop("attn_res_block_size", None) == 1
-            form.pop("muddformer_way", None)
-            if form or is_full or name in compared or label == "standard":
-                continue
-            compared.add(name)
-            # Two experiments share the runs of some connections, which count once.
-            differences = tuple(shown.differences(label))
-            wins.setdefault(name, {})[differences] = all(difference < 0 for difference in differences)
-    counted = {name: f"{sum(of.values())} of {len(of)}" for name, of in wins.items()}
-    assert {name: c.measured["lower"] for name, c in CONNECTIONS.items() if "lower" in c.measured} == counted
+def test_the_figure_names_its_leads(comparison, tmp_path):
+    with comparison.store.update():
+        comparison.store.costs = {"ratios": {"compiled": {BLOCK: {"median": 2.0, "low": 2.0, "high": 2.0}}}}
+    summary.plot(summary.leads_of([comparison]), summary.published(), tmp_path / "figure.svg")
+    drawn = words(tmp_path / "figure.svg")
+    assert {"here, equal tokens", "here, equal time", "the paper", "others"} <= drawn
+    assert {"194M, paper (200)", "13.1M, nanogpt-attnres-repro (80)"} <= drawn
