@@ -90,7 +90,8 @@ def _draw_pairs(runs: Mapping[str, Sequence[Points]], points: int) -> Drawing:
         axes.plot(steps, means.mean(0), label=label, color=color, linewidth=1.6, marker="o", markersize=3)
         axes.plot(steps, means.T, color=color, linewidth=0.6, alpha=0.5)
         axes.grid(alpha=0.3)
-    bounds = [Interval.of(by_seed.tolist()).bounds for by_seed in means.T]
+    differences = [(first - second)[:, part].mean(1) for part in parts]
+    bounds = [Interval.of(by_seed.tolist()).bounds for by_seed in differences]
     if all(bounds):
         lower.fill_between(steps, *zip(*bounds), color="black", alpha=0.15, linewidth=0)
     upper.set_ylabel("training loss (nats/token)")

@@ -126,7 +126,7 @@ class ScratchExperiment:
         config = self.config(self.connections[label])
         connection = CONNECTIONS[config.residual_connection].form(config)(config, 1)
         # Some of the switches exclude the kernels.
-        return isinstance(connection, AttnRes) and getattr(connection, "is_plain", True)
+        return isinstance(connection, AttnRes) and bool(getattr(connection, "is_plain", True))
 
     def rate_of(self, label: str) -> float | None:
         """Return the declared learning rate of a connection; `None` if its sweep chooses it."""
