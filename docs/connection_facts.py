@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer
 
+from attnres import CONNECTIONS
 from attnres.residual_attnres import ResidualConnection, residual_tensors
 from attnres.utils.packaged import configurations
 
