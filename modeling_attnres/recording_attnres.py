@@ -167,13 +167,13 @@ class RecordingLayer(LinearAttentionLayer):
         Raises:
             RuntimeError: so many tokens are not recorded.
         """
-        count, passes, self.passes = -tokens_to_remove, self.passes, []
-        recorded = sum(record.length for record in passes)
+        count, recorded = -tokens_to_remove, sum(record.length for record in self.passes)
         if not 0 <= count <= recorded:
             raise RuntimeError(
                 f"the state of delta attention can go back by 0 to {recorded} tokens, not {count}: pass a number from "
                 f"{-recorded} to 0 to `crop`. Tokens are recorded after `cache.activate_past_recording()`."
             )
+        passes, self.passes = self.passes, []
         while count > 0:
             record = passes.pop()
             stay = max(record.length - count, 0)
