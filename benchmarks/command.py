@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 # The modules that each measure a part. They import PyTorch, which `--help` need not wait for.
-PARTS = ("ops", "phases", "models", "connections", "memory", "kimi_k3", "host")
+PARTS = ("ops", "phases", "models", "connections", "memory", "kimi_k3", "drafts", "host")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -24,6 +24,7 @@ FIELDS = {
     "models": {"model", "dtype", "workload", "connection", "tokens"},
     "connections": {"model", "workload", "bytes"},
     "kimi_k3": {"dtype", "workload", "form", "tokens", "products"},
+    "drafts": {"mlp", "draft", "per_pass"},
 }
 TIMED = {"ratios", "processor_ratios", "seconds"}
 
