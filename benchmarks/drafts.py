@@ -46,9 +46,8 @@ def measure(setting: Setting) -> Iterator[dict]:
         seconds = interleave({name: _way(model, ids, new, drafts[name]) for name in drafts}, setting, calls=1)
         for name in [*drafts][1:]:
             pair = {each: seconds[each] for each in (PLAIN, name)}
-            yield {"mlp": mlp, "draft": name, "per_pass": new / passes[name]} | compare(
-                pair, {f"{name} / {PLAIN}": (name, PLAIN)}
-            )
+            row = {"mlp": mlp, "draft": name, "per_pass": new / passes[name]}
+            yield row | compare(pair, {f"{name} / {PLAIN}": (name, PLAIN)})
 
 
 def tables(rows: list[dict]) -> dict[str, str]:
@@ -80,27 +79,29 @@ def hybrid(mlp: str, quick: bool, device: str) -> PreTrainedModel:
 
 def first_half(model: PreTrainedModel) -> PreTrainedModel:
     """Return an assistant: the first half of the model's layers, with the same weights."""
-    config = deepcopy(model.config)
+    config: Any = deepcopy(model.config)
     layers = config.num_hidden_layers // 2
     config.num_hidden_layers = layers
     config.layer_types, config.mlp_layer_types = config.layer_types[:layers], config.mlp_layer_types[:layers]
-    assistant = AttnResForCausalLM(config).eval()
+    assistant: Any = AttnResForCausalLM(config).eval()
+    assistant.to(model.device)
     weights = model.state_dict()
     assistant.load_state_dict({name: weights[name] for name in assistant.state_dict()})
     assistant.generation_config.update(
         num_assistant_tokens=DRAFTED, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
     )
-    return assistant.to(model.device)
+    return assistant
 
 
 def _generate(model: PreTrainedModel, ids: Tensor, new: int, **options: Any) -> Tensor:
     """Generate exactly so many tokens greedily, after those of a prompt `[1, tokens]`."""
-    return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, **options
-    )
+    options |= {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+    # pyrefly: ignore[not-callable]  # a language model is a `GenerationMixin`
+    return model.generate(ids, max_new_tokens=new, **options)
 
 
 def _way(model: PreTrainedModel, ids: Tensor, new: int, options: dict[str, Any]) -> Callable[[], object]:
+    """Return a call that generates so many tokens."""
     return lambda: _generate(model, ids, new, **options)
 
 
