@@ -19,6 +19,7 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, processing_utils
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from . import backbones_attnres
@@ -211,7 +212,8 @@ for _auto_class, _name in AttnResKimiK3ForConditionalGeneration.auto_classes.ite
     getattr(transformers, _auto_class).register(AttnResKimiK3Config, globals()[_name], exist_ok=True)
 # The same class for both kinds: it does without torchvision.
 _image_classes = dict.fromkeys(("pil", "torchvision"), AttnResKimiK3ImageProcessor)
-transformers.AutoImageProcessor.register(AttnResKimiK3Config, image_processor_classes=_image_classes, exist_ok=True)
+# From its file: without torchvision, `transformers` 5.17 has another object under this name, which raises.
+AutoImageProcessor.register(AttnResKimiK3Config, image_processor_classes=_image_classes, exist_ok=True)
 transformers.AutoProcessor.register(AttnResKimiK3Config, AttnResKimiK3Processor, exist_ok=True)
 transformers.AutoTokenizer.register(AttnResKimiK3Config, TikTokenTokenizer, exist_ok=True)
 for _backbone, _sublayers in BACKBONES.items():

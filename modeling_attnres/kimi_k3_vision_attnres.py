@@ -198,6 +198,8 @@ class AttnResKimiK3MultimodalModel(AttnResKimiK3Model):
         images = (mm_encoder_outputs or {}).get("image")
         if pixel_values is not None:
             images = self.get_image_features(pixel_values, image_grid_thw, return_dict=True)
+        elif images is None and not torch.compiler.is_compiling():
+            self._check_no_placeholders(input_ids, past_key_values)
         if images is not None:
             tokens = torch.cat([*images.pooler_output])
             inputs_embeds, input_ids = self._with_images(input_ids, inputs_embeds, tokens), None
@@ -210,6 +212,16 @@ class AttnResKimiK3MultimodalModel(AttnResKimiK3Model):
             use_cache=use_cache,
             **kwargs,
         )
+
+    def _check_no_placeholders(self, input_ids: Tensor | None, past_key_values: Any) -> None:
+        """Raise `ValueError` if a prompt without images has placeholders.
+
+        Behind a prompt in the cache there may be some: tokens that the model has generated, or a chunk of text.
+        """
+        is_first = past_key_values is None or past_key_values.get_seq_length() == 0
+        placeholder: Any = self.config.image_token_id
+        if input_ids is not None and is_first and (count := int(input_ids.eq(placeholder).sum())):
+            raise ValueError(f"the prompts hold {count} placeholders (id {placeholder}), but no images are given.")
 
     def _with_images(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, tokens: Tensor) -> Tensor:
         """Return the embeddings `[batch, seq, hidden]` of a prompt, with image tokens in place of its placeholders.
@@ -332,10 +344,21 @@ class AttnResKimiK3ForConditionalGeneration(AttnResKimiK3ForCausalLM):
         Raises:
             ValueError: `transformers` is too old to repeat images.
         """
-        if expand_size > 1 and kwargs.get("pixel_values") is not None:  # newer releases have encoded them by now
+        if expand_size > 1 and kwargs.get("pixel_values") is not None:  # later releases have encoded them by now
             raise ValueError("this `transformers` repeats no images for beams or several sequences: update it.")
         # pyrefly: ignore[bad-argument-type]  # the base class declares a narrower `self`
         return super()._expand_inputs_for_generation(expand_size, *args, **kwargs)
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any) -> Any:
+        """Read the prompt, as `transformers` does.
+
+        Raises:
+            ValueError: `transformers` is too old to read images in chunks: it would leave them out.
+        """
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get("pixel_values") is not None:
+            raise ValueError("this `transformers` reads no images in chunks: update it, or omit `prefill_chunk_size`.")
+        # pyrefly: ignore[bad-argument-type]  # as above
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 AttnResKimiK3ForConditionalGeneration.register_for_auto_class("AutoModelForImageTextToText")
