@@ -54,7 +54,7 @@ class ResidualHead(ResidualPreTrainedModel):
         ahead = MTP.reading(self, kwargs) if MTP is not None and self.config.mtp_loss_weight else {}
         outputs = super().forward(*args, **kwargs | ahead | {"return_dict": True})
         if MTP is not None and ahead:
-            MTP.add_loss(self, outputs, kwargs, **ahead)
+            outputs = MTP.add_loss(self, outputs, kwargs, **ahead)
         if total is not None and outputs.get("loss") is not None:
             share = (kwargs["labels"].ne(-100).sum() / total).to(outputs.loss.device)
             # A batch without labels has the mean NaN; its share of all labels is zero.

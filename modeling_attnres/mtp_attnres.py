@@ -11,6 +11,7 @@ travels with models that have such a layer.
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import make_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,13 @@ class MtpLayer(_AnyLayer):
 def _layer_on(plain: type[nn.Module]) -> type[MtpLayer]:
     """Return the class of layers for multi-token prediction on a backbone's plain layer."""
     return type(f"{plain.__name__}Ahead", (MtpLayer, plain), {"__module__": __name__})
+
+
+@cache
+def _output_with_loss(base: type) -> type:
+    """Return the class of outputs with `mtp_loss`. It is a field, because engines make the outputs anew from these."""
+    fields = [("mtp_loss", Tensor | None, None)]
+    return make_dataclass(f"{base.__name__}Ahead", fields, bases=(base,), namespace={"__module__": __name__})
 
 
 class MultiTokenPrediction:
@@ -216,15 +224,15 @@ class MultiTokenPrediction:
         return {"final": FinalState()} if is_trained and arguments.get("labels") is not None else {}
 
     @classmethod
-    def add_loss(cls, model: Any, outputs: Any, arguments: Mapping[str, Any], final: FinalState) -> None:
-        """Add the weighted loss of the layer to the outputs of a language model.
+    def add_loss(cls, model: Any, outputs: Any, arguments: Mapping[str, Any], final: FinalState) -> Any:
+        """Return the outputs of a language model with the weighted loss of the layer added to their loss.
 
-        The loss is that of the token after the next one, where both lie in the same document. `outputs.mtp_loss` is its
-        mean over these tokens, a scalar without a graph.
+        The loss is that of the token after the next one, where both lie in the same document. `mtp_loss` of the result
+        is its mean over these tokens, a scalar without a graph.
 
         Args:
             model: the language model.
-            outputs: its outputs, with a loss; they are changed in place.
+            outputs: its outputs, with a loss.
             arguments: the arguments of the language model by name.
             final: the decoder's final state.
         """
@@ -268,8 +276,8 @@ class MultiTokenPrediction:
             vocab_size=model.config.vocab_size,
             num_items_in_batch=total,
         )
-        outputs["mtp_loss"] = loss.detach() * total / count
         outputs["loss"] = outputs.loss + model.config.mtp_loss_weight * loss.to(outputs.loss.device)
+        return _output_with_loss(type(outputs))(**outputs, mtp_loss=loss.detach() * total / count)
 
     @staticmethod
     def candidates(model: Any, generation_config: Any, logits_processor: Any) -> Any:

@@ -223,7 +223,7 @@ class ResidualPreTrainedModel(_AnyModel):
         """
         if state_dict is None and checkpoint_files and len(checkpoint_files) > 1:
             check_files({Path(file).name: names_in(file, load_config.weights_only) for file in checkpoint_files})
-        if MTP is not None and not getattr(model, "_hf_peft_config_loaded", False):
+        if MTP is not None and MTP.is_on(model.config) and not getattr(model, "_hf_peft_config_loaded", False):
             files = checkpoint_files or () if state_dict is None else ()
             MTP.fit(model, chain(state_dict or (), *(names_in(file, load_config.weights_only) for file in files)))
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
