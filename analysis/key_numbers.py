@@ -158,7 +158,15 @@ def number(value: float, digits: int = 2) -> str:
 
 
 def told_apart(first: float, second: float) -> tuple[str, str]:
-    """Format two numbers for people, with as many digits as it takes to see that they differ."""
+    """Format two numbers for people, with as many digits as it takes to see that they differ.
+
+    Args:
+        first: A number.
+        second: The number that it is compared with.
+
+    Returns:
+        Both as text, with at least two significant digits. The texts are alike if the numbers differ only by rounding.
+    """
     alike = number(first), number(second)
     if math.isclose(first, second, rel_tol=_EQUAL):
         return alike

@@ -88,9 +88,13 @@ def copy_side_files(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, target: Path) -> None:
-    """Save a tokenizer beside a model, its code, if it was run, in the subfolder that conversions use.
+    """Save a tokenizer beside a model. If its code was run, save the code in the subfolder that conversions use.
 
     `save_pretrained` would write the code beside the model's, where it could take the place of a file.
+
+    Args:
+        tokenizer: The tokenizer.
+        target: The model's directory.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

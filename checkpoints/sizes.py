@@ -1,4 +1,4 @@
-"""Check the values in a `config.json` before a configuration or a model is built from them.
+"""Check the sizes in a `config.json` before a configuration or a model is built from them.
 
 Building takes time and memory in proportion to the numbers of layers and dimensions. So these are first compared with
 the headers of the weights, or, without weights, with what any model can have.

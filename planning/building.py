@@ -56,7 +56,14 @@ def without_data(batch: Batch) -> AbstractContextManager:
 
 
 def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
-    """Build the part of a model that one of `batch.tensor` devices has. Call it in [`without_data`].
+    """Build the part of a model that one device has, without data. Call it inside [`without_data`].
+
+    Args:
+        config: The configuration of the whole model.
+        batch: The pass to trace. Its `tensor` is the number of devices that share the matrices.
+
+    Returns:
+        The model in the dtype of `batch`, in training or inference mode.
 
     Raises:
         ValueError: The matrices cannot be sharded.

@@ -105,7 +105,12 @@ class Costs:
         return self._partitions[number]
 
     def of_rank(self, layout: Layout, rank: int) -> list[slice]:
-        """Return the layers of each stage of one rank of a pipeline."""
+        """Return the layers of each stage of one rank of a pipeline.
+
+        Args:
+            layout: The layout of the devices.
+            rank: The number of the rank, from 0.
+        """
         return self.stages(layout.stages)[rank :: layout.pipeline]
 
     @cached_property
@@ -114,7 +119,14 @@ class Costs:
         return [w for w in self.weights if w.layer == -1] if self.config.tie_word_embeddings else []
 
     def stage_weights(self, layout: Layout, stages: Sequence[slice]) -> StageWeights:
-        """Return the sums over the weights of stages of one rank; layouts that shard them alike share the sums."""
+        """Return the sums over the weights of the stages of one rank.
+
+        They are computed once for all layouts that shard these weights alike.
+
+        Args:
+            layout: The layout of the devices.
+            stages: The layers of each stage of the rank.
+        """
         key = (layout.tensor, layout.expert, layout.shard, *((stage.start, stage.stop) for stage in stages))
         if key not in self._stages:
             layers = {layer for stage in stages for layer in range(self.num_layers)[stage]}

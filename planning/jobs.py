@@ -1,4 +1,4 @@
-"""The words of a plan: the devices, the job, a layout of the devices, and the plan itself."""
+"""The values that describe a plan: the devices, the job, a layout of the devices, and the plan itself."""
 
 from dataclasses import dataclass
 

@@ -87,7 +87,13 @@ def simulate_step(
 
 
 def overhead(costs: Costs, device: Device, pipeline: SimulatedPipeline) -> float:
-    """Return the share of time that the connection adds to a training step; see [`simulate_step`]."""
+    """Return the time that a residual connection adds to a training step, as a share of a step without it.
+
+    Args:
+        costs: The costs of the model with its connection.
+        device: The devices.
+        pipeline: The pipeline, as for [`simulate_step`].
+    """
     with_connection = simulate_step(costs, device, pipeline).total
     return with_connection / simulate_step(costs, device, pipeline, with_connection=False).total - 1
 

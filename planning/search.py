@@ -45,6 +45,11 @@ def layouts(costs: Costs, job: Job, device: Device) -> Iterator[Layout]:
 
     Tensor parallelism stays within a node. Weights are whole on every device, or sharded within a node or among all
     groups of data. Numbers of stages on a rank are those of `VIRTUAL`.
+
+    Args:
+        costs: The costs of the model.
+        job: The job, with its number of devices and of sequences.
+        device: The devices, of which `per_node` share a node.
     """
     experts, _ = costs.experts
     # Adapters are not cut as matrices are.

@@ -113,7 +113,16 @@ class Trace:
         return sum(states.values()), others
 
     def states_kept(self, layer: LayerTrace, following: dict[int, int], checkpointing: bool) -> dict[int, int]:
-        """Return the states that one layer keeps for its backward pass."""
+        """Return the states that one layer keeps for its backward pass.
+
+        Args:
+            layer: The layer.
+            following: Identities and bytes of the state after it.
+            checkpointing: Whether the layer keeps only its input state.
+
+        Returns:
+            Identities and bytes of the kept states.
+        """
         if checkpointing:
             return layer.states
         both = layer.states | following

@@ -41,7 +41,12 @@ class Weights:
     sums: int = 0
 
     def with_parameter(self, parameter: Tensor, is_summed: bool) -> "Weights":
-        """Return these parameters and another one."""
+        """Return the counts of these parameters and of one more.
+
+        Args:
+            parameter: The parameter to add.
+            is_summed: Whether its product is a sum over devices in tensor parallelism.
+        """
         return replace(
             self,
             largest=max(self.largest, parameter.numel()),
