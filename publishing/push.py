@@ -132,7 +132,8 @@ def publish(
     revision, create_pr = options.revision, options.create_pr
     check_repo(repo, revision)
     api = HfApi(library_name="attnres", library_version=version("attnres"))
-    _check_token()
+    if get_token() is None:
+        raise LocalTokenNotFoundError("no token for the Hub.")
     repo = _repeated(_make_repository, api, repo, options.private)
     if revision is not None and not revision.startswith("refs/") and not create_pr:
         _repeated(api.create_branch, repo, branch=revision, exist_ok=True)
@@ -322,15 +323,6 @@ def _validate(card: str, endpoint: str) -> None:
 def _post(address: str, content: dict[str, str]) -> None:
     # `ModelCard.validate` would rewrite the card first, and before huggingface_hub 2 it ignores the endpoint.
     hf_raise_for_status(get_session().post(address, json=content, headers={"Accept": "text/plain"}))
-
-
-def _check_token() -> None:
-    """Raise unless there is a token that can be sent in the header of a request."""
-    token = get_token()
-    if token is None:
-        raise LocalTokenNotFoundError("no token for the Hub.")
-    if not (token.isascii() and token.isprintable()):
-        raise ValueError("the token (of HF_TOKEN or `hf auth login`) has characters that no token has. Copy it again.")
 
 
 def _repeated(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
