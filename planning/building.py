@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.decoder_attnres import ResidualDecoderLayer
 
+from .adapters import add_adapters
 from .kernels import CAUSAL, FLASH, use_stand_ins
 
 # Styles of tensor parallelism in `transformers` -> the dimension of a weight that is sharded. These shard the
@@ -36,6 +37,8 @@ class Batch:
         tensor: Number of devices that share each matrix, by the model's rules of tensor parallelism.
         fused: Whether attention runs in the kernels of GPUs, for which `kernels` has stand-ins. If not, the pass is
             that of a CPU.
+        lora: The rank of adapters beside frozen weights; `None` if all weights are trained.
+        packed: Whether the routed experts of Kimi K3 are packed, beside adapters.
     """
 
     rows: int = 1
@@ -45,6 +48,8 @@ class Batch:
     dtype: torch.dtype = torch.bfloat16
     tensor: int = 1
     fused: bool = True
+    lora: int | None = None
+    packed: bool = False
 
 
 def without_data(batch: Batch) -> AbstractContextManager:
@@ -72,8 +77,8 @@ def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
     # Every implementation keeps the same tensors, and only this one runs without data.
     config.depth_attention_implementation = "eager"
     if isinstance(config, AttnResKimiK3Config):
-        # A job says whether experts are packed. Their codes would be counted as numbers.
-        config.packed_experts = False
+        # A batch says whether experts are packed.
+        config.packed_experts = batch.packed
     attention = FLASH if batch.fused else CAUSAL if batch.training else "sdpa"
     model = AutoModelForCausalLM.from_config(config, dtype=batch.dtype, attn_implementation=attention)
     model.train(batch.training)
@@ -81,6 +86,8 @@ def build(config: ResidualConfig, batch: Batch) -> PreTrainedModel:
         use_stand_ins(model)
     if batch.tensor > 1:
         _shard(model, batch.tensor)
+    if batch.lora is not None:
+        add_adapters(model, batch.lora)
     return model
 
 

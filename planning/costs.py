@@ -1,6 +1,7 @@
 """The costs of one model for one job, which all its layouts share: weights, traces of passes, products."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from attnres import ResidualConfig
@@ -88,7 +89,10 @@ class Costs:
             job = self.job
             length = job.context if job.training else 1 if decode else min(job.chunk, job.context)
             past = 0 if job.training else job.context - length
-            traced = trace(self.config, Batch(1, length, past, job.training, tensor=tensor))
+            batch = Batch(1, length, past, job.training, tensor=tensor)
+            if job.training and job.lora is not None:
+                batch = replace(batch, lora=job.lora, packed=job.packed)
+            traced = trace(self.config, batch)
             self._traces[tensor, decode] = traced.sharded(tensor)
         return self._traces[tensor, decode]
 

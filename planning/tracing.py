@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import DynamicCache, PreTrainedModel
 
 from attnres import ResidualConfig
@@ -128,8 +129,11 @@ def _trace_training(model: PreTrainedModel, batch: Batch) -> Trace:
     walk = _walk(model, batch)
     for parameter in model.parameters():
         # From the second of several accumulated batches on, gradients are added to the existing ones.
-        parameter.grad = torch.empty_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
     identities = _identities(walk.states)
+    # The embedding gets no gradient if its weight is frozen.
+    constants = set() if batch.lora is None else {identity for identity, _ in identities[0]}
     layers, known = [], {}
     for i, layer in enumerate(layers_of(model)):
         state = walk.states[i]
@@ -138,30 +142,39 @@ def _trace_training(model: PreTrainedModel, batch: Batch) -> Trace:
         arguments = [
             (name, type(value), *map(lambda t: t.shape, tensors_in(value))) for name, value in walk.arguments[i].items()
         ]
-        signature = (*kinds, *shapes, *walk.numbers[i], *arguments, isinstance(state, tuple))
+        needs_grad = tuple(identity not in constants for identity, _ in identities[i])
+        signature = (*kinds, *shapes, *walk.numbers[i], *arguments, isinstance(state, tuple), needs_grad)
         if signature not in known:
-            known[signature] = _trace_layer(layer, state, walk.arguments[i])
+            known[signature] = _trace_layer(layer, state, walk.arguments[i], needs_grad)
         numbers, positions = known[signature]
         both = [identity for identity, _ in (*identities[i], *identities[i + 1])]
         layers.append(
             replace(numbers, states=dict(identities[i]), kept_states=frozenset(both[place] for place in positions))
         )
     stream = batch.rows * batch.length * model.config.hidden_size * batch.dtype.itemsize
-    return Trace(batch, tuple(layers), dict(identities[-1]), _trace_head(model, walk.states[-1], batch), stream)
+    needs_grad = [identity not in constants for identity, _ in identities[-1]]
+    head = _trace_head(model, _leaves(walk.states[-1], needs_grad), batch)
+    return Trace(batch, tuple(layers), dict(identities[-1]), head, stream)
 
 
-def _leaves(state: Any) -> Any:
-    """Return a state of new tensors without a history."""
-    if isinstance(state, tuple):
-        return tuple(map(_leaves, state))
-    return torch.empty_like(state, memory_format=torch.contiguous_format).requires_grad_()
+def _leaves(state: Any, needs_grad: Iterable[bool]) -> Any:
+    """Return a state of new tensors without a history. `needs_grad` says of each whether it gets a gradient."""
+    tensors, structure = tree_flatten(state)
+    leaves = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format).requires_grad_(needed)
+        for tensor, needed in zip(tensors, needs_grad, strict=True)
+    ]
+    return tree_unflatten(leaves, structure)
 
 
-def _trace_layer(layer: ResidualDecoderLayer, state: Any, arguments: dict[str, Any]) -> tuple[LayerTrace, list[int]]:
+def _trace_layer(
+    layer: ResidualDecoderLayer, state: Any, arguments: dict[str, Any], needs_grad: Sequence[bool]
+) -> tuple[LayerTrace, list[int]]:
     """Run both passes of a layer. Return its memory, and the positions of the input and output states that it keeps."""
-    kept, positions, forward, backward = _run(layer, _leaves(state), lambda state: layer(state, **arguments))
+    leaves = [_leaves(state, needs_grad) for _ in range(2)]
+    kept, positions, forward, backward = _run(layer, leaves.pop(), lambda state: layer(state, **arguments))
     # A second run, in which only the connections keep something.
-    connection_kept, *_ = _run(layer, _leaves(state), lambda state: _connections_only(layer, state))
+    connection_kept, *_ = _run(layer, leaves.pop(), lambda state: _connections_only(layer, state))
     return LayerTrace({}, kept, connection_kept, forward=forward, backward=backward), positions
 
 
@@ -181,7 +194,7 @@ def _run(layer: ResidualDecoderLayer, state: Any, function: Any) -> tuple[int, l
 
     # Gradients of routed experts, `[experts, ...]`, are sharded among devices in other ways than the rest: `layouts`
     # counts them.
-    live = LiveBytes(parameter.shape for parameter in layer.parameters() if parameter.ndim == 3)
+    live = LiveBytes(tensor.shape for tensor in layer.parameters() if tensor.ndim == 3 and tensor.requires_grad)
     live.ignore(ours)
     with live:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -207,7 +220,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 def _trace_head(model: PreTrainedModel, state: Any, batch: Batch) -> int:
     """Return the peak of embedding, output read, norm, head and loss, in both passes."""
-    state, layers = _leaves(state), layers_of(model)
+    layers = layers_of(model)
 
     def forward(
         layer: ResidualDecoderLayer, *hidden_states: Any, reader: DepthReader, is_tuple: bool = False, **arguments: Any

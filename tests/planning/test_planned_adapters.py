@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnres.configuration import load
-from attnres.planning import Costs, Device, Job, Layout, plan_layout
+from attnres.planning import Batch, Costs, Device, Job, Layout, plan_layout, trace
+from attnres.planning.live_bytes import LiveBytes
 from attnres.training.lora import add_adapters
 
 from ..training.test_lora import EXPERTS, SMALL
@@ -59,6 +60,26 @@ def test_weights_and_adapters_take_the_planned_memory_within_3_percent(name):
     memory = plan_layout(costs, Layout(), Device()).memory
     assert memory["weights"] == pytest.approx(frozen, rel=0.03)
     assert memory["adapters"] == pytest.approx(adapters, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "llama")])
+def test_a_step_takes_the_planned_activations_within_3_percent(name):
+    make, packed = CASES[name]
+    config, ids = make(), torch.arange(128)[None] % 90 + 3
+    config.depth_attention_implementation = "eager"
+    adapted = add_adapters(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), rank=RANK).train()
+
+    def step():
+        adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    step()  # from the second step on, gradients exist
+    held = [*adapted.parameters(), *adapted.buffers()]
+    live = LiveBytes()
+    live.ignore([*held, *(parameter.grad for parameter in held if parameter.grad is not None)])
+    with live:
+        step()
+    batch = Batch(1, 128, fused=False, lora=RANK, packed=packed)
+    assert trace(make(), batch).peak() == pytest.approx(live.peak, rel=0.03)
 
 
 def test_shards_divide_frozen_weights_and_not_adapters():
