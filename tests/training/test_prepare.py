@@ -4,16 +4,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from attnres.checkpoints.whole import load_whole
 from attnres.commands import options_train
 from attnres.commands import train as train_command
 from attnres.commands.errors import describe
+from attnres.configuration import load
 from attnres.conversion import retrofit
+from attnres.mtp_attnres import MultiTokenPrediction
 from attnres.training import prepare
 from attnres.training.lora import add_adapters
+from attnres.training.parallel.pipeline_parts import part_of
+from attnres.training.parallel.pipeline_settings import PipelineSettings
 from attnres.training.prepare import check_model, prepare_model
 from attnres.training.recipe import Recipe, write_recipe
 
@@ -38,6 +42,20 @@ def test_residual_alone_is_refused_for_a_model_without_residual_tensors(llama, t
     ):
         prepare_model(recipe, None, None, None)
     prepare_model(recipe_of(retrofit(llama), tmp_path, residual_alone=0.5), None, None, None)
+
+
+def test_multi_token_prediction_gets_a_new_layer_where_the_model_can_have_one(llama, tmp_path):
+    for model, message in ((llama, "not a model of the family"), (retrofit(llama), "on deepseek_v3 or kimi_linear")):
+        with pytest.raises(ValueError, match=message):
+            check_model(recipe_of(model, tmp_path, mtp_loss_weight=0.3), "")
+    config = load("attnres-tiny", num_hidden_layers=4, vocab_size=32)
+    recipe = recipe_of(AutoModelForCausalLM.from_config(config), tmp_path, mtp_loss_weight=0.3)
+    check_model(recipe, "")
+    model = prepare_model(recipe, None, None, None)
+    layer = MultiTokenPrediction.layer(model)
+    assert layer.eh_proj.weight.requires_grad and layer.eh_proj.weight.std() > 0
+    with pytest.raises(ValueError, match="`pipeline` of the recipe does not hold the layer"):
+        part_of(PipelineSettings(stages=2), 0)(model)
 
 
 def test_a_sharded_model_does_not_refer_to_code_that_came_with_its_source(llama, tmp_path, monkeypatch):
