@@ -25,7 +25,7 @@ def set_costs(runs: RunStore, **medians: float) -> None:
 
 @pytest.mark.slow
 def test_costs_are_those_of_training_steps(tmp_path):
-    """A model with four times the layers takes longer than the standard model."""
+    """A model with eight times the layers takes longer than the standard model."""
     standard = {"residual_connection": "standard", "num_hidden_layers": 1}
     experiment = replace(SMALL, connections={"standard": standard, "deeper": standard | {"num_hidden_layers": 8}})
     comparison = DeclaredComparison(experiment, RunStore(experiment, tmp_path / "new" / "runs.json"))
