@@ -12,7 +12,7 @@ from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.analysis.tables import update_tables
 from attnres.utils.files import atomic_write
 
-from . import evidence, first_screen, store, summary
+from . import demo, evidence, first_screen, store, summary
 from .costs import costs_of, memory_of
 from .declared import BASELINE, FROM_SCRATCH, HealingExperiment, ScratchExperiment, names
 from .scratch import DeclaredComparison
@@ -23,6 +23,7 @@ from .tables import healing_tables, scratch_tables
 PAGES = (
     "README.md",
     "docs/results.md",
+    "docs/tour.md",
     "docs/guides/connections.md",
     "experiments/RESULTS.md",
     "experiments/HEALING.md",
@@ -72,7 +73,7 @@ def write_all() -> None:
     tables |= {"summary: here": summary.table(here), "summary: others": summary.table(others)}
     found = evidence.of(comparisons)
     tables |= {"summary: verdicts": summary.verdicts(here), "evidence here": evidence.table(found)}
-    tables |= {"first screen": first_screen.table(here, others)}
+    tables |= {"first screen": first_screen.table(here, others), "demo": demo.table()}
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
     for page, text in texts.items():
         update_tables(page, {name: table for name, table in tables.items() if f"<!-- {name} -->" in text})

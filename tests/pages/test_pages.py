@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 from typer.main import get_command
 
 from attnres import CONNECTIONS, AttnResKimiK3Config
@@ -84,7 +85,7 @@ def test_a_page_runs(page, workplace, environment, hub, capsys):
 
 
 def check_readme(folder: Path, printed: str, hub: Hub) -> None:
-    assert "tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000]" in printed
+    assert AutoModelForCausalLM.from_pretrained(folder / "runs/llama/checkpoint-20").config.num_hidden_layers == 8
     assert "top-1 agreement 100.00%" in printed
     assert (folder / "runs" / "new" / "model").exists()
     assert (folder / "inspection" / "report.html").exists()
