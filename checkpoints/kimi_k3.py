@@ -20,8 +20,9 @@ from transformers.utils import CONFIG_NAME
 
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
 from attnres.kimi_k3_configuration_attnres import COMPOSITE
-from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, read_vision, released_shapes
+from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, read_vision
 from attnres.kimi_k3_packed_attnres import NVFP4
+from attnres.kimi_k3_shapes_attnres import released_shapes
 from attnres.kimi_k3_vision_configuration_attnres import is_of_vision
 from attnres.residual_attnres import FamilyWarning
 

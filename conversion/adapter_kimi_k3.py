@@ -27,7 +27,8 @@ from attnres import AttnResKimiK3Config
 from attnres.checkpoints.source import ModelSource
 from attnres.checkpoints.source_files import json_text, read_object
 from attnres.kimi_k3_configuration_attnres import COMPOSITE
-from attnres.kimi_k3_layout_attnres import PREFIX, released_shapes
+from attnres.kimi_k3_layout_attnres import PREFIX
+from attnres.kimi_k3_shapes_attnres import released_shapes
 from attnres.utils.errors import about
 from attnres.utils.files import atomic_directory
 from attnres.utils.model_files import WRITTEN_ADAPTER

@@ -11,7 +11,8 @@ Differences from AttnRes on Kimi Linear (`modeling_attnres`):
 
 The configuration is in `kimi_k3_configuration_attnres`, the layout of a released checkpoint in
 `kimi_k3_layout_attnres`. Packed experts are decoded in `kimi_k3_packed_attnres`, and packed in
-`kimi_k3_packing_attnres`. The five files travel with models of Kimi K3 only. The experts' decorator
+`kimi_k3_packing_attnres`. The model that sees is in `kimi_k3_vision_attnres`. The files `kimi_k3_*` travel with models
+of Kimi K3 only. The experts' decorator
 `@use_experts_implementation` is named here because `transformers` searches this file's text for it.
 """
 

@@ -28,7 +28,7 @@ from attnres.eval.benchmarks import benchmarks, load
 from attnres.eval.shared_prefix import SharedPrefixLM
 from attnres.eval.stored_results import ResultStore
 from attnres.kimi_k3_attnres import KimiK3Experts, KimiK3PackedExperts
-from attnres.kimi_k3_layout_attnres import released_shapes
+from attnres.kimi_k3_shapes_attnres import released_shapes
 from attnres.publishing.publication import make_publication
 from attnres.residual_attnres import FamilyWarning
 from attnres.training.lora import add_adapters, load_adapter

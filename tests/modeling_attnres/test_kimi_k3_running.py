@@ -18,7 +18,7 @@ from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, delta_attenti
 from attnres.accelerated import delta_attention
 from attnres.configuration import count_parameters, load
 from attnres.kimi_k3_attnres import KimiK3DeltaAttention, situ
-from attnres.kimi_k3_layout_attnres import released_shapes
+from attnres.kimi_k3_shapes_attnres import released_shapes
 from attnres.padding_attnres import Rows
 from attnres.training.callbacks import ExpertBalance, routers
 from attnres.training.lora import add_adapters

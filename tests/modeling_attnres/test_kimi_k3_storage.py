@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
-from attnres.kimi_k3_layout_attnres import released_shapes
 from attnres.kimi_k3_packed_attnres import decode_mxfp4
 from attnres.kimi_k3_packing_attnres import encode_mxfp4
+from attnres.kimi_k3_shapes_attnres import released_shapes
 from attnres.residual_attnres import FamilyWarning
 
 from . import kimi_k3_release as release
@@ -76,6 +76,7 @@ def test_a_composite_release_is_saved_as_it_was(composite, tmp_path):
     assert "mm_projector.*: 3 tensors, vision_tower.*: 15 tensors." in message
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
+    assert not (tmp_path / "kimi_k3_vision_attnres.py").exists()  # the code of a model that sees
     text = {name: tensor for name, tensor in stored(composite).items() if name.startswith("language_model.")}
     assert_same_bytes(stored(tmp_path), text)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (composite, tmp_path))
@@ -303,7 +304,8 @@ def field(name: str, value: Any, owner: str = "") -> Callable[[dict, dict], None
     return change
 
 
-KIMI_K3 = tuple(f"kimi_k3_{part}attnres.py" for part in ("", "configuration_", "layout_", "packed_", "packing_"))
+_PARTS = ("", "configuration_", "layout_", "packed_", "packing_", "shapes_", "vision_configuration_", "vision_")
+KIMI_K3 = tuple(f"kimi_k3_{part}attnres.py" for part in _PARTS)
 LISTS = "linear_attn_config"
 LAYERS = "language_model.model.layers."
 
