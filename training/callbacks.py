@@ -235,6 +235,9 @@ class Monitor(LoggedCallback):
         rows = {name: row[0] for name, row in rows.items()}
         if isinstance(mask, Tensor) and mask.shape == ids.shape and mask[0].any():
             rows = {name: row[mask[0].bool()] for name, row in rows.items()}
+        if self._arguments.get("pixel_values") is not None:  # the slice may cut an image, so it has text alone
+            is_text = rows["input_ids"] != self._model.config.image_token_id
+            rows = {name: row[is_text] for name, row in rows.items()}
         # Ranks that share a sequence get equal parts. So their mean is that of all tokens.
         ranks = self._ranks_per_batch()
         count = min(len(rows["input_ids"]), self.slice_tokens)
