@@ -57,6 +57,7 @@ ADDED = {
     "attnres train finetune model=my-k3": ("steps=2", *_SHORT),
     "attnres train lora": ("steps=2", *_SHORT),
     "attnres train sft": ("steps=2", *_SHORT),
+    "attnres train sft model=Kimi-K3 train=images.jsonl": ("steps=1", *_SHORT, "length=600"),
 }
 
 

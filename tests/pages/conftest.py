@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import attnres
@@ -17,9 +18,8 @@ from attnres.kimi_tokenizer import K3_CHAT_TEMPLATE
 from attnres.training.text import python_sources, train_tokenizer
 from attnres.utils import declared
 
-from ..checkpoints.kimi_release import train_vocabulary, write_tokenizer
 from ..eval.synthetic import write_data_set
-from ..modeling_attnres import kimi_k3_release as release
+from ..modeling_attnres.kimi_k3_seeing import write_seeing
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 
@@ -35,16 +35,6 @@ def _questions(count: int) -> list[dict]:
         }
         for number in range(count)
     ]
-
-
-def _write_release(folder: Path, texts: list[str]) -> None:
-    """Write a small release of Kimi K3 with packed experts, a vision part, and a tokenizer of `texts`."""
-    vocabulary = train_vocabulary(texts, 2000)
-    size = len(vocabulary)
-    special = {"vocab_size": size + 256, "bos_token_id": size, "eos_token_id": size + 2, "pad_token_id": size + 255}
-    layers = {"num_hidden_layers": 4, "full_attn_layers": [4], "kda_layers": [1, 2, 3]}
-    release.write_packed(folder, vision=True, **special, **layers)
-    write_tokenizer(vocabulary, folder)
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +61,11 @@ def material(tmp_path_factory) -> Path:
         kimi_k3.config.checkpoint_layout = layout
         kimi_k3.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    _write_release(folder / "Kimi-K3", [*sources[:20], K3_CHAT_TEMPLATE.read_text(encoding="utf-8")])
+    write_seeing(folder / "Kimi-K3", [*sources[:20], K3_CHAT_TEMPLATE.read_text(encoding="utf-8")], 2000)
+    Image.new("RGB", (9, 6), "red").save(folder / "photo.png")
+    content = [{"type": "image", "path": "photo.png"}, {"type": "text", "text": "What is it?"}]
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "A red square."}]
+    (folder / "images.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
     shutil.copytree(folder / "qwen3-attnres", folder / "me/qwen3-attnres")
     (folder / "text.txt").write_text("\n\n".join(sources)[:60_000], encoding="utf-8")
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text[:4000]}) + "\n" for text in sources[:40]))

@@ -134,6 +134,9 @@ def check_kimi_k3(folder: Path, printed: str, hub: Hub) -> None:
     assert AttnResKimiK3Config.from_pretrained(folder / "my-k3-saved").checkpoint_layout == "composite"
     assert (folder / "runs/k3-lora/adapter/adapter_config.json").exists()
     assert AttnResKimiK3Config.from_pretrained(folder / "runs/k3-lora/model").checkpoint_layout == "composite"
+    for name in ("runs/k3-images/model", "runs/k3-images-trl/checkpoint-1"):
+        assert AttnResKimiK3Config.from_pretrained(folder / name).vision_config is not None
+        assert (folder / name / "preprocessor_config.json").exists()
     # The table of the page has the numbers that its code prints.
     rows = [line for line in printed.splitlines() if re.match(r"\| `(attnres-k3-tiny|kimi-k3)` \|", line)]
     assert len(rows) == 2 and set(rows) <= set((ROOT / "docs/guides/kimi_k3.md").read_text().splitlines())
