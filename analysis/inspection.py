@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.configuration.counting import count_loaded
+from attnres.conversion.family import describe_connection
 from attnres.utils.token_ids import check_token_ids
 
 from .attention_sinks import AttentionSinks, attention_sinks
@@ -211,7 +212,7 @@ def _model_facts(model: PreTrainedModel, member: PreTrainedModel, name: str | No
         "name": name or model.name_or_path or type(model).__name__,
         "revision": getattr(model.config, "_commit_hash", None),
         "class": type(model).__name__,
-        "connection": config.connection.describe(config),
+        "connection": describe_connection(config),
         "parameters": count_loaded(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "layers": depth.num_sublayers // len(depth.kinds),

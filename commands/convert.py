@@ -19,6 +19,7 @@ from attnres.checkpoints.copies import copyable
 from attnres.checkpoints.kimi_k3 import describe_layout
 from attnres.conversion.convert import Conversion
 from attnres.conversion.convert_kimi_k3 import prepare_kimi_k3
+from attnres.conversion.family import describe_connection
 from attnres.conversion.kimi_k3_parts import prepare_rewriting
 from attnres.conversion.verify import MAX_CHARACTERS, MEMORY_OF_LOGITS, PROMPTS, compare
 from attnres.publishing.cards import CardSubject, on_hub, write_card
@@ -135,7 +136,7 @@ def _describe_connections(config: PreTrainedConfig) -> str:
     if not isinstance(config, ResidualConfig):
         return "standard residual connections"
     gate = f", attention gated ({config.attention_gate})" if config.attention_gate else ""
-    return f"{config.connection.describe(config)}{gate}{', value residuals' if config.value_residual else ''}"
+    return f"{describe_connection(config)}{gate}{', value residuals' if config.value_residual else ''}"
 
 
 def _remark_on_blocks(config: ResidualConfig, num_blocks: int | None) -> str | None:

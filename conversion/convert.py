@@ -23,7 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedC
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from attnres import ResidualConfig
+from attnres import CONNECTIONS, ResidualConfig
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.complete import check_complete, empty_model
 from attnres.checkpoints.shards import DTYPES, StoredTensor, copy_shard
@@ -336,7 +336,7 @@ def prepare_change(source: Checkpoint, **options: Any) -> Conversion:
             f"{source.folder} has residual_connection={config.residual_connection!r}, which has no option {names}."
         )
     connections = {name: module for name, module in model.named_modules() if isinstance(module, ResidualConnection)}
-    config.connection.plan_change(config, connections, **options)
+    CONNECTIONS[config.residual_connection].plan_change(config, connections, **options)
     title = "Other options for the residual connections"
     return Conversion(source, config, model, title, unused=unused)
 

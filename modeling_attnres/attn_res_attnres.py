@@ -6,7 +6,6 @@ This file holds the paper's method: Full AttnRes (section 3) and Block AttnRes (
 fields. `attn_res_switches_attnres` derives the ablations from it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -30,11 +29,7 @@ from .residual_attnres import (
 
 
 class AttnResFields:
-    """Configuration fields of attention residuals.
-
-    The first two choose the form. The others are *switches*, off by default: ablations of the paper's Table 4 and later
-    variants. With `k_i = g_l * RMSNorm(s_i)` the default is `h_l = sum_i a_i s_i`, `a = softmax_i(w_l . k_i)`.
-    """
+    """Configuration fields of the paper's method; `attn_res_switches_attnres` adds its switches."""
 
     attn_res_block_size: int = 6
     """Number S >= 1 of *sublayers* (attention or MLP) in a block; a block is summed into one source. 1 is Full AttnRes.
@@ -43,43 +38,6 @@ class AttnResFields:
     attn_res_scale: str = "mean"
     """`"mean"`: the softmax average of the sources, for training from scratch. `"sum"`: that average times the number
     of sources, for retrofits: at zero queries it is the residual stream."""
-
-    attn_res_query: str = "learned"
-    """`"learned"`: the pseudo-query `w_l`. `"input_dependent"`: `W_l x` in its place, where `x` is the input that the
-    previous sublayer read (for the first sublayer the embedding). `"none"`: `a = softmax(b_l)`, one learned logit per
-    source."""
-
-    attn_res_activation: str = "softmax"
-    """`"softmax"`, or `"sigmoid"`: `a_i = sigmoid(logit_i)` with the scale `"mean"`, and `2 sigmoid(logit_i)` with
-    `"sum"`, which at zero queries is the residual stream. Neither is multiplied by the number of sources."""
-
-    attn_res_key_norm: bool = True
-    """Whether keys are normed; if not, `k_i = s_i`."""
-
-    attn_res_heads: int = 1
-    """Number H of heads, a divisor of `hidden_size`: each group of channels has its own softmax. The key norm is over
-    all channels."""
-
-    attn_res_temperature: float = 1.0
-    """Number T > 0 by which logits are divided: above 1 the weights are flatter, as several heads make them."""
-
-    attn_res_window: int | None = None
-    """With an integer k >= 1, a sublayer reads only the embedding and the last k of the other sources."""
-
-    attn_res_values: str = "raw"
-    """`"raw"`, or `"normed"`: `h = sum_i a_i s_i / rms(s_i)`."""
-
-    attn_res_blocks: str = "sum"
-    """`"sum"`, or `"rms"`: a finished block is `sum_i v_i / rms(v_i)`. The embedding stays raw, and so does the partial
-    sum of an unfinished block."""
-
-    attn_res_count_prior: bool = False
-    """Whether `log(number of outputs summed in the source)` is added to each logit."""
-
-    attn_res_gated: bool = False
-    """`True` adds depth attention to the residual stream: `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i`. The scalar
-    `gamma_l` starts at zero, so the model starts as the residual stream with any other settings. The scale `"sum"`
-    multiplies the second sum by the number of sources."""
 
 
 class AttnRes(ResidualConnection):
@@ -110,10 +68,12 @@ class AttnRes(ResidualConnection):
     def check(cls, config: PreTrainedConfig) -> None:
         """Check block size and scale, and that no switch is set; see [`ResidualConnection.check`]."""
         cls.check_blocks(config)
-        # Code beside weights may have this class alone, which would ignore a switch.
-        for field, default in SWITCHES.items():
-            allowed = f"{default!r} in the code beside these weights. Load the model by an installed `attnres`"
-            require(config, field, getattr(config, field) == default, allowed)
+        # Code beside weights has this class alone, which would ignore a switch.
+        for field in vars(config):
+            is_known = field in cls.fields or not field.startswith("attn_res_")
+            require(
+                config, field, is_known, "left out: it is no field of the code beside these weights. Install `attnres`"
+            )
 
     @classmethod
     def check_blocks(cls, config: PreTrainedConfig) -> None:
@@ -127,17 +87,6 @@ class AttnRes(ResidualConnection):
         require(config, "attn_res_scale", config.attn_res_scale in ("mean", "sum"), one_of(("mean", "sum")))
 
     @classmethod
-    def describe(cls, config: PreTrainedConfig) -> str:
-        """Return, for example, "Block AttnRes, 4 blocks of 6 sublayers (24 sublayers), scale mean"."""
-        size, sublayers = block_sublayers(config), config.num_sublayers
-        count = math.ceil(sublayers / size)
-        unit = block_unit(config)
-        length = f"{size} sublayers" if unit == 1 else f"{config.attn_res_block_size} layers"
-        blocks = f"Block AttnRes, {count} blocks of {length}" if count > 1 else "Block AttnRes, one block"
-        total = f"{sublayers} sublayers" if unit == 1 else f"{sublayers // unit} layers"
-        return f"{'Full AttnRes' if size == 1 else blocks} ({total}), scale {config.attn_res_scale}"
-
-    @classmethod
     def differs_from_standard(cls, config: PreTrainedConfig, tensors: Mapping[str, Tensor]) -> str | None:
         """Return a reason if a query is not zero or the scale is "mean"; see the base class."""
         for name, tensor in tensors.items():
@@ -145,35 +94,6 @@ class AttnRes(ResidualConnection):
                 return f"`{name}` is a trained pseudo-query, with entries up to {tensor.abs().max():.3g}"
         is_sum = config.attn_res_scale == "sum"
         return None if is_sum else "with the scale 'mean' it differs from the sum by the norms' epsilons"
-
-    @classmethod
-    def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, "AttnRes"], block_size: int) -> None:
-        """Regroup the sublayers into blocks of another size, where that keeps the function.
-
-        Up to sublayer `min(S, S')` the sources are the same. A later one must have a zero query and the scale "sum":
-        then it reads the sum of all earlier outputs, however they are grouped.
-
-        Args:
-            config: the configuration to change.
-            connections: the model's connections by module name.
-            block_size: the new value of `attn_res_block_size`.
-
-        Raises:
-            ValueError: the function would change.
-        """
-        same_until = min(config.attn_res_block_size, block_size) * block_unit(config)
-        if block_size == config.attn_res_block_size:
-            same_until = config.num_sublayers
-        for name, connection in connections.items():
-            largest = connection.weight.abs().max().item()
-            if connection.sublayer > same_until and (largest > 0 or config.attn_res_scale != "sum"):
-                reason = f"its largest entry is {largest:.3g}" if largest > 0 else "the scale is 'mean'"
-                raise ValueError(
-                    f"blocks of {block_size} sublayers would change the function: `{name}.weight` reads other sources "
-                    f"then, and {reason}. Only zero queries with the scale 'sum' keep the function."
-                )
-        config.attn_res_block_size = block_size
-        cls.check(config)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -233,12 +153,6 @@ class AttnRes(ResidualConnection):
     def extra_repr(self) -> str:
         """Return the sizes that `print(model)` shows."""
         return f"{self.config.hidden_size}, sublayer={self.sublayer}, block_size={self.block_size}, scale={self.scale}"
-
-
-# Fields of the forms in `attn_res_switches_attnres`, with the values that the plain form has.
-SWITCHES: dict[str, Any] = {
-    field: default for field, default in AttnRes.fields.items() if field not in AttnRes.options.values()
-}
 
 
 def block_unit(config: PreTrainedConfig) -> int:

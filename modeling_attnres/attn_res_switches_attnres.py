@@ -1,6 +1,6 @@
 """Attention residuals (arXiv 2603.15031): each sublayer attends over earlier outputs. With all switches.
 
-The switches are the ablations of the paper's Table 4 and later variants; [`AttnResFields`] documents them.
+The switches are the ablations of the paper's Table 4 and later variants; [`SwitchedAttnResFields`] documents them.
 [`SwitchedAttnRes`] is the class that is registered as `"attn_res"`; where no switch is set, its `form` is the plain
 [`AttnRes`], which has the fast implementations and is saved without this file.
 """
@@ -16,9 +16,60 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .attn_res_attnres import SWITCHES, AttnRes, block_unit
+from .attn_res_attnres import AttnRes, AttnResFields, block_sublayers, block_unit
 from .functional_attnres import attend, dtypes_of, inverse_rms
-from .residual_attnres import DepthState, is_count, is_number, one_of, require
+from .residual_attnres import DepthState, field_defaults, is_count, is_number, one_of, require
+
+
+class SwitchedAttnResFields(AttnResFields):
+    """Configuration fields of attention residuals, with the switches.
+
+    The switches are off by default. With `k_i = g_l * RMSNorm(s_i)` the default is `h_l = sum_i a_i s_i`,
+    `a = softmax_i(w_l . k_i)`.
+    """
+
+    attn_res_query: str = "learned"
+    """`"learned"`: the pseudo-query `w_l`. `"input_dependent"`: `W_l x` in its place, where `x` is the input that the
+    previous sublayer read (for the first sublayer the embedding). `"none"`: `a = softmax(b_l)`, one learned logit per
+    source."""
+
+    attn_res_activation: str = "softmax"
+    """`"softmax"`, or `"sigmoid"`: `a_i = sigmoid(logit_i)` with the scale `"mean"`, and `2 sigmoid(logit_i)` with
+    `"sum"`, which at zero queries is the residual stream. Neither is multiplied by the number of sources."""
+
+    attn_res_key_norm: bool = True
+    """Whether keys are normed; if not, `k_i = s_i`."""
+
+    attn_res_heads: int = 1
+    """Number H of heads, a divisor of `hidden_size`: each group of channels has its own softmax. The key norm is over
+    all channels."""
+
+    attn_res_temperature: float = 1.0
+    """Number T > 0 by which logits are divided: above 1 the weights are flatter, as several heads make them."""
+
+    attn_res_window: int | None = None
+    """With an integer k >= 1, a sublayer reads only the embedding and the last k of the other sources."""
+
+    attn_res_values: str = "raw"
+    """`"raw"`, or `"normed"`: `h = sum_i a_i s_i / rms(s_i)`."""
+
+    attn_res_blocks: str = "sum"
+    """`"sum"`, or `"rms"`: a finished block is `sum_i v_i / rms(v_i)`. The embedding stays raw, and so does the partial
+    sum of an unfinished block."""
+
+    attn_res_count_prior: bool = False
+    """Whether `log(number of outputs summed in the source)` is added to each logit."""
+
+    attn_res_gated: bool = False
+    """`True` adds depth attention to the residual stream: `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i`. The scalar
+    `gamma_l` starts at zero, so the model starts as the residual stream with any other settings. The scale `"sum"`
+    multiplies the second sum by the number of sources."""
+
+
+# Switch -> its value in the plain form.
+SWITCHES: dict[str, Any] = {
+    name: getattr(SwitchedAttnResFields, name) for name in SwitchedAttnResFields.__annotations__
+}
 
 # Switches whose values are names -> the allowed names.
 _NAMES = {
@@ -73,6 +124,7 @@ class SwitchedAttnRes(AttnRes):
     used_by = "Kimi K3"
     state_size = "blocks + 1"
     measured = {"step": "1.03"}
+    fields = field_defaults(SwitchedAttnResFields)
 
     def __init__(self, config: PreTrainedConfig, sublayer: int):
         super().__init__(config, sublayer)
@@ -118,12 +170,22 @@ class SwitchedAttnRes(AttnRes):
         for field, value, other, must, reason in _EXCLUDED:
             is_allowed = getattr(config, field) != value or getattr(config, other) == must
             require(config, other, is_allowed, f"{must!r} where `{field}` is {value!r}: {reason}")
+        if not _set_switches(config):
+            for field in SWITCHES.keys() & vars(config).keys():
+                delattr(config, field)  # `config.json` is for the plain form, whose code has no switches
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:
-        """Return the description of the plain form, followed by the switches that are set."""
+        """Return, for example, "Block AttnRes, 4 blocks of 6 sublayers (24 sublayers), scale mean"; switches follow."""
+        size, sublayers = block_sublayers(config), config.num_sublayers
+        count = math.ceil(sublayers / size)
+        unit = block_unit(config)
+        length = f"{size} sublayers" if unit == 1 else f"{config.attn_res_block_size} layers"
+        blocks = f"Block AttnRes, {count} blocks of {length}" if count > 1 else "Block AttnRes, one block"
+        total = f"{sublayers} sublayers" if unit == 1 else f"{sublayers // unit} layers"
+        form = f"{'Full AttnRes' if size == 1 else blocks} ({total}), scale {config.attn_res_scale}"
         switches = (f"{field.removeprefix('attn_res_')} {value}" for field, value in _set_switches(config).items())
-        return ", ".join([super().describe(config), *switches])
+        return ", ".join([form, *switches])
 
     @classmethod
     def plan_retrofit(
@@ -166,26 +228,33 @@ class SwitchedAttnRes(AttnRes):
 
     @classmethod
     def plan_change(cls, config: PreTrainedConfig, connections: Mapping[str, AttnRes], block_size: int) -> None:
-        """Regroup the sublayers into blocks of another size, if the function is that of the residual stream.
+        """Regroup the sublayers into blocks of another size, where that keeps the function.
+
+        Up to sublayer `min(S, S')` the sources are the same. A later one must read the sum of all earlier outputs,
+        however they are grouped: with a zero query, the scale "sum" and no switch. With switches, the whole model must
+        compute the function of the standard decoder.
 
         Args:
             config: the configuration to change.
             connections: the model's connections by module name.
-            block_size: the new block size in sublayers.
+            block_size: the new value of `attn_res_block_size`.
 
         Raises:
             ValueError: the function would change.
         """
-        tensors = {
-            f"{name}.{key}": value
-            for name, connection in connections.items()
-            for key, value in connection.named_parameters()
-        }
-        reason = cls.differs_from_standard(config, tensors)
-        if config.attn_res_query == "none":
-            reason = "`attn_res_query` is 'none': a block of another size has other logits"
-        if reason and block_size != config.attn_res_block_size:
-            raise ValueError(f"blocks of {block_size} sublayers would change the function: {reason}.")
+        if block_size != config.attn_res_block_size:
+            same_until = min(config.attn_res_block_size, block_size) * block_unit(config)
+            tensors = {
+                f"{name}.{key}": value
+                for name, connection in connections.items()
+                if connection.sublayer > same_until or _set_switches(config)
+                for key, value in connection.named_parameters()
+            }
+            reason = cls.form(config).differs_from_standard(config, tensors) if tensors else None
+            if config.attn_res_query == "none":
+                reason = "`attn_res_query` is 'none': a block of another size has other logits"
+            if reason:
+                raise ValueError(f"blocks of {block_size} sublayers would change the function: {reason}.")
         config.attn_res_block_size = block_size
         cls.check(config)
 

@@ -242,14 +242,9 @@ class ResidualConfig(PreTrainedConfig):
         """Read a configuration as `transformers` does; a backbone's checkpoint gets the family's model type."""
         # Otherwise `transformers` would warn that the two model types differ.
         fields, kwargs = super().get_config_dict(*args, **kwargs)
-        cls.check_file(fields)
         if fields.get("model_type") == cls.backbone:
             fields["model_type"] = cls.model_type
         return fields, kwargs
-
-    @classmethod
-    def check_file(cls, fields: Mapping[str, Any]) -> None:
-        """Raise `ValueError` if the fields of a `config.json` are those of a model that this class cannot describe."""
 
     @classmethod
     def fields_of_file(cls, fields: dict[str, Any]) -> dict[str, Any]:

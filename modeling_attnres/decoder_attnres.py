@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import can_return_tuple
 
 from .configuration_attnres import ResidualConfig, Sublayers
 from .connections_attnres import ATTENTION_CHANGES, CONNECTIONS, MTP
 from .loading_attnres import added_fields
 from .pretrained_attnres import FIRST_SUBLAYER, ResidualPreTrainedModel
-from .records_attnres import RECORDS, SUMS, sums_of
+from .records_attnres import SUMS, Receiver, sums_of
 from .residual_attnres import DepthState, ResidualConnection, ResidualNorm
 from .rows_attnres import find_documents, keep_apart, shape_of
 
@@ -40,7 +41,6 @@ class ResidualDecoderLayer(_AnyLayer):
     sublayers: Sublayers
     layer_idx: int
     connected_at: int  # the index for which the connections are numbered; other libraries change `layer_idx` alone
-    mixes_values = False  # whether the state between layers also holds the first layer's values; a change may set it
 
     def connect(self, config: ResidualConfig, sublayers: Sublayers, layer_idx: int) -> None:
         """Add the residual connections to a layer that the backbone has made.
@@ -75,17 +75,8 @@ class ResidualDecoderLayer(_AnyLayer):
         Args:
             hidden_states: the depth state; backbones call their layers with this name.
             kwargs: as in `forward`.
-
-        Raises:
-            TypeError: an adapter around the layers has replaced a tensor of the state.
         """
         if isinstance(hidden_states, tuple):
-            if not isinstance(hidden_states[0], Tensor):
-                raise TypeError(
-                    f"the depth state holds a {type(hidden_states[0]).__name__} in place of a tensor. An adapter that "
-                    "carries a state from layer to layer, such as PEFT's Shadow, does not work with this residual "
-                    "connection: use another adapter, such as LoRA."
-                )
             return super().__call__(*hidden_states, is_tuple=True, **kwargs)
         return super().__call__(hidden_states, **kwargs)
 
@@ -108,7 +99,6 @@ class ResidualDecoderLayer(_AnyLayer):
             return state  # the loops of some backbones, such as GPT-NeoX, run all layers
         # Not by `getattr`, which looks everywhere else first: in decoding, that is a good part of the time of a read.
         modules: dict[str, Any] = self._modules
-        state, first_values = _unpack_values(state) if self.mixes_values else (state, None)
         for sublayer in self.sublayers:
             inputs, is_normed, state = reader.read(self, sublayer.name, state, sublayer.first)  # (batch, seq, hidden)
             outputs = []
@@ -116,19 +106,14 @@ class ResidualDecoderLayer(_AnyLayer):
                 output = inputs
                 for name in branch[is_normed:]:  # without the first module, if the read has applied that norm
                     module = modules[name]
-                    if name not in ("attention", "self_attn"):
-                        output = module(output)
-                    elif self.mixes_values:
-                        output, *_, first_values = self.attend(module, output, first_values=first_values, **kwargs)
-                    else:
-                        output = self.attend(module, output, **kwargs)[0]
+                    is_attention = name in ("attention", "self_attn")
+                    output = self.attend(module, output, **kwargs)[0] if is_attention else module(output)
                 outputs.append(output)
             output = sum(outputs[1:], outputs[0])
             if sublayer.multiplier is not None:
                 output = output * getattr(self, sublayer.multiplier)
             state = modules[f"{sublayer.name}_proj"].write(state, output)
-        state = reader.after(self.layer_idx, state)
-        return _pack_values(state, first_values) if self.mixes_values and self.layer_idx != reader.last else state
+        return reader.after(self.layer_idx, state)
 
     def attend(self, attention: nn.Module, hidden_states: Tensor, **kwargs) -> tuple[Any, ...]:
         """Call an attention, and return its results. The first is its output `[batch, seq, hidden]`.
@@ -168,17 +153,11 @@ class DepthReader:
             The input `[batch, seq, hidden]`, whether `first` has been applied to it already, and the state after the
             read.
 
-        Raises:
-            TypeError: an adapter wraps the connection or its norm.
         """
         connection: Any = owner._modules[f"{name}_proj"]
         if self.plan is not None and not torch.compiler.is_compiling():
             return self.plan.read(connection, state)
         norm = getattr(owner, f"{name}_norm", None)
-        # Ask other classes only: a compiled model repeats such questions before each call, 0.2 ms a token in 12 layers.
-        is_own = isinstance(connection, ResidualConnection) and (norm is None or isinstance(norm, ResidualNorm))
-        if not is_own and (hasattr(connection, "get_base_layer") or hasattr(norm, "get_base_layer")):
-            raise TypeError(f"`{name}` holds no layer for an adapter: train it by `modules_to_save`.")
         takes_norm = connection.takes_norm
         is_normed = takes_norm and first is not None
         argument = _as_function(getattr(owner, first)) if is_normed else None if norm is None else norm()
@@ -204,7 +183,6 @@ class ResidualModel(ResidualPreTrainedModel):
 
     layer_class: type[ResidualDecoderLayer]
     layers: nn.ModuleList  # the layers of the depth, and after them a layer for multi-token prediction if there is one
-    normed_for_mtp = True  # whether that layer reads the output of the final norm, and not its input
 
     def __init__(self, config: ResidualConfig):
         config.check_fields()
@@ -316,13 +294,13 @@ class ResidualModel(ResidualPreTrainedModel):
             _set_index(output, index)
         return number
 
-    def forward(self, *args, record_to: list | None = None, final: Any = None, **kwargs):
+    @can_return_tuple
+    def forward(self, *args, receiver: Receiver | None = None, **kwargs):
         """Run the decoder; see the backbone's own `forward` for arguments and result.
 
         Args:
             args: the backbone's arguments.
-            record_to: a list to which the outputs are appended; the heads pass it to take their records from there.
-            final: the receiver of what a layer for multi-token prediction reads; the heads pass it.
+            receiver: receives what was computed; the heads pass it on demand.
             kwargs: the backbone's arguments.
 
         Raises:
@@ -330,7 +308,7 @@ class ResidualModel(ResidualPreTrainedModel):
                 wrapper that would lose gradients; the rows cannot be prepared; the connection lacks a requested sum.
         """
         number = self.number_layers()
-        records = self.requested(kwargs, ("hidden_states", *RECORDS))
+        records = self.requested(kwargs)
         plan = None
         # Records are taken from calls of the connections, which a plan bypasses.
         if not (records or torch.compiler.is_compiling()):
@@ -341,37 +319,13 @@ class ResidualModel(ResidualPreTrainedModel):
         # `zip` ends with `args`, the arguments that were given by position.
         arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
         # The backbone's loop passes extra arguments on to every layer, so `reader` reaches the layers.
-        reader, sums = DepthReader(self, plan, last=number - 1), records.keys() & {*SUMS}
-        if not sums and record_to is None and final is None:
-            return super().forward(reader=reader, **arguments)
-        is_dict = arguments.pop("return_dict", None)
-        outputs = super().forward(reader=reader, **arguments, return_dict=True)
-        for name in sums:
-            connection: Any = self._modules["output_attn_res_proj"]
-            outputs[name] = sums_of(connection, name, outputs[name], records[name])
-        if final is not None:
-            state = outputs.last_hidden_state if self.normed_for_mtp else reader.output
-            final.state, final.arguments = state, arguments
-        if record_to is not None:
-            record_to.append(outputs)
-        return outputs if (self.config.return_dict if is_dict is None else is_dict) else outputs.to_tuple()
-
-
-def _pack_values(state: DepthState, first_values: Tensor | None) -> tuple[Any, ...]:
-    """Return what goes from layer to layer: `V_1`, whether the depth state is a tuple, and its tensors.
-
-    It is flat, because checkpointing of activations passes gradients only to tensors that are arguments and results.
-    """
-    is_tuple = isinstance(state, tuple)
-    return first_values, is_tuple, *(state if is_tuple else (state,))
-
-
-def _unpack_values(packed: DepthState | tuple[Any, ...]) -> tuple[DepthState, Tensor | None]:
-    """Return the depth state and `V_1`; for a state that was not packed, as before the first layer, `None`."""
-    if not isinstance(packed, tuple) or len(packed) < 3 or not isinstance(packed[1], bool):
-        return packed, None
-    first_values, is_tuple, *tensors = packed
-    return tuple(tensors) if is_tuple else tensors[0], first_values
+        reader = DepthReader(self, plan, last=number - 1)
+        outputs = super().forward(reader=reader, **arguments | {"return_dict": True})
+        for name in records.keys() & {*SUMS}:
+            outputs[name] = sums_of(self._modules["output_attn_res_proj"], name, outputs[name], records[name])
+        if receiver is not None:
+            receiver.outputs, receiver.unnormed, receiver.arguments = outputs, reader.output, arguments
+        return outputs
 
 
 def _is_at(layer: Any, index: int) -> bool:

@@ -1,7 +1,6 @@
 """Mixins of a backbone's heads: models with a loss, language models, and sequence classifiers."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from .configuration_attnres import ResidualConfig
 from .connections_attnres import MTP
 from .decoder_attnres import ResidualModel
 from .pretrained_attnres import ResidualPreTrainedModel
-from .records_attnres import RECORDS
+from .records_attnres import RECORDS, Receiver
 
 # The backbone's class follows the mixins, so a type checker sees what all models have.
 _AnyModel = PreTrainedModel if TYPE_CHECKING else object
@@ -45,23 +44,22 @@ class ResidualHead(ResidualPreTrainedModel):
     def forward(self, *args, **kwargs) -> ModelOutput:
         """Run the model; see the backbone's own `forward` for arguments and result."""
         records = self.requested(kwargs)
-        recorded: list[ModelOutput] = []  # the decoder's outputs, of which the backbone's head drops our records
-        if records:  # only on demand, because the loss function gets the list too
-            kwargs["record_to"] = recorded
+        predicts_ahead = MTP is not None and self.config.mtp_loss_weight and MTP.has_loss(self, kwargs)
+        if records or predicts_ahead:  # only on demand, because the loss function gets the receiver too
+            kwargs["receiver"] = Receiver()
         # `Trainer` expects a loss that is divided by the number of labels in all accumulated batches. The loss of a
         # language model is. The other heads ignore that number, and return the mean over their batch.
         total = None if self.can_generate() else kwargs.pop("num_items_in_batch", None)
-        ahead = MTP.reading(self, kwargs) if MTP is not None and self.config.mtp_loss_weight else {}
-        outputs = super().forward(*args, **kwargs | ahead | {"return_dict": True})
-        if MTP is not None and ahead:
-            outputs = MTP.add_loss(self, outputs, kwargs, **ahead)
+        outputs = super().forward(*args, **kwargs | {"return_dict": True})
+        if MTP is not None and predicts_ahead:
+            outputs = MTP.add_loss(self, outputs, kwargs)
         if total is not None and outputs.get("loss") is not None:
             share = (kwargs["labels"].ne(-100).sum() / total).to(outputs.loss.device)
             # A batch without labels has the mean NaN; its share of all labels is zero.
             outputs["loss"] = torch.where(share > 0, outputs.loss * share, 0.0)
         for name in RECORDS:
             if name in records:
-                outputs[name] = recorded[0][name]
+                outputs[name] = kwargs["receiver"].outputs[name]
             else:
                 setattr(outputs, name, None)
         return outputs
@@ -83,8 +81,7 @@ class ResidualLanguageModel(ResidualHead):
         records of every step in a tuple, as it has `hidden_states`.
 
         Raises:
-            ValueError: also with `assistant_early_exit`, if the output cannot read after fewer layers; or records are
-                requested from assisted generation.
+            ValueError: also if records are requested from assisted generation.
         """
         config, names = self.base_model.config, [name for name in RECORDS if kwargs.get(f"output_{name}")]
         layers = config.num_hidden_layers
@@ -97,16 +94,8 @@ class ResidualLanguageModel(ResidualHead):
                 for name in names:
                     result[name] = tuple(step[name] for step in self._steps or ())
             return result
-        except ValueError as error:
-            used = config.num_hidden_layers
-            if used == layers:
-                raise
-            raise ValueError(
-                f"`assistant_early_exit` is {used}, but this model cannot leave out later layers: {error} Generate "
-                "without `assistant_early_exit`."
-            ) from error
         finally:
-            # For a draft `transformers` lowers the number, and does not restore it after an error.
+            # For `assistant_early_exit`, `transformers` lowers the number, and does not restore it after an error.
             config.num_hidden_layers = layers
             if names:
                 self._steps = None
@@ -156,8 +145,8 @@ class PooledByMask(GenericForSequenceClassification, _AnyModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        names = {field.name for field in fields(SequenceClassifierOutputWithPast)} & outputs.keys()
-        return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **{name: outputs[name] for name in names})
+        kept = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return SequenceClassifierOutputWithPast(loss=loss, logits=logits, **kept)
 
 
 __all__ = ["PooledByMask", "ResidualHead", "ResidualLanguageModel"]

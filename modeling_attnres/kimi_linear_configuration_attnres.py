@@ -55,6 +55,13 @@ class AttnResConfig(ResidualConfig, KimiLinearConfig):
         super().__post_init__(**kwargs)
 
     @classmethod
+    def get_config_dict(cls, *args, **kwargs):
+        """Read a configuration as the base class does, and refuse that of a model that this class cannot describe."""
+        fields, kwargs = super().get_config_dict(*args, **kwargs)
+        cls.check_file(fields)
+        return fields, kwargs
+
+    @classmethod
     def check_file(cls, fields: Mapping[str, Any]) -> None:
         """Check that the fields are not those of Kimi K3, which this model would ignore.
 

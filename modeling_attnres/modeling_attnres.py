@@ -81,7 +81,6 @@ class AttnResModel(ResidualModel, AttnResPreTrainedModel, kimi_linear.KimiLinear
     """[`KimiLinearModel`] with attention residuals or another of `CONNECTIONS`: the decoder without a head."""
 
     layer_class = AttnResDecoderLayer
-    normed_for_mtp = False  # as Kimi K3 in vLLM
 
     @property
     def carries_state(self) -> bool:

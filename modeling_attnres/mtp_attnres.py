@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 
 from .attention_change_attnres import AttentionChange
+from .records_attnres import Receiver
 from .residual_attnres import field_defaults, is_number, require
 
 try:
@@ -31,8 +32,9 @@ try:
 except ImportError:  # an older `transformers`, whose `generate` has no `use_mtp`
     MtpCache = MtpModel = MTPCandidateGenerator = None
 
-# The backbones whose released weights have such layers, or whose descendants have.
-_BACKBONES = ("deepseek_v3", "kimi_linear")
+# The backbones whose released weights have such layers, or whose descendants have -> whether the layer reads the output
+# of the final norm, and not its input (Kimi K3 in vLLM).
+_BACKBONES = {"deepseek_v3": True, "kimi_linear": False}
 # The tensors of the layer beside those of its block.
 _OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 # Released weights also hold copies of the model's embedding and head for the layer, which nothing reads.
@@ -49,16 +51,6 @@ class MtpFields:
 
 
 MTP_FIELDS = field_defaults(MtpFields)
-
-
-class FinalState:
-    """A receiver of the decoder's final state, which the decoder fills in a forward pass.
-
-    It is no list or dictionary, because engines that shard or offload a model pass on copies of these.
-    """
-
-    state: Tensor  # [batch, seq, hidden], what the layer reads
-    arguments: dict[str, Any]  # of the pass, by name, as the decoder has prepared them
 
 
 # A backbone's layer follows the mixin.
@@ -213,18 +205,22 @@ class MultiTokenPrediction:
             del decoder.layers[model.config.num_hidden_layers :]
 
     @staticmethod
-    def reading(model: Any, arguments: Mapping[str, Any]) -> dict[str, FinalState]:
-        """Return an argument by which the decoder passes on its final state, if a forward pass needs it.
+    def final_state(config: PreTrainedConfig, receiver: Receiver) -> Tensor:
+        """Return what the layer reads of a forward pass of the decoder, `[batch, seq, hidden]`."""
+        return receiver.outputs.last_hidden_state if _BACKBONES[config.backbone] else receiver.unnormed
+
+    @staticmethod
+    def has_loss(model: Any, arguments: Mapping[str, Any]) -> bool:
+        """Return whether a forward pass of a model with a head computes the loss of the layer.
 
         Args:
-            model: the model with a head.
+            model: the model, whose `mtp_loss_weight` is not 0.
             arguments: the arguments of the pass by name.
         """
-        is_trained = model.training and model.config.mtp_loss_weight and model.can_generate()
-        return {"final": FinalState()} if is_trained and arguments.get("labels") is not None else {}
+        return model.training and model.can_generate() and arguments.get("labels") is not None
 
     @classmethod
-    def add_loss(cls, model: Any, outputs: Any, arguments: Mapping[str, Any], final: FinalState) -> Any:
+    def add_loss(cls, model: Any, outputs: Any, arguments: Mapping[str, Any]) -> Any:
         """Return the outputs of a language model with the weighted loss of the layer added to their loss.
 
         The loss is that of the token after the next one, where both lie in the same document. `mtp_loss` of the result
@@ -233,11 +229,11 @@ class MultiTokenPrediction:
         Args:
             model: the language model.
             outputs: its outputs, with a loss.
-            arguments: the arguments of the language model by name.
-            final: the decoder's final state.
+            arguments: the arguments of the language model by name, with a receiver.
         """
         layer: Any = cls.layer(model)
-        decoder, passed, state = model.base_model, final.arguments, final.state
+        decoder, receiver = model.base_model, arguments["receiver"]
+        passed, state = receiver.arguments, cls.final_state(decoder.config, receiver)
         embeddings = passed.get("inputs_embeds")
         if embeddings is None:
             embeddings = decoder.embed_tokens(passed["input_ids"])
@@ -329,20 +325,21 @@ if MtpModel is not None:
             self.mtp_cache.activate_past_recording()
             self.do_sample, self.logits_processor = generation_config.do_sample, logits_processor
             # The base class would record hidden states, which keeps depth attention from its fastest way.
-            self._final = FinalState()
-            self.model_kwargs_overrides = {"final": self._final}
+            self._config, self._receiver = model.base_model.config, Receiver()
+            self.model_kwargs_overrides = {"receiver": self._receiver}
 
         def get_candidates(
             self, input_ids: Tensor, model_kwargs: Any, model_outputs: Any, *, n_last_matches: int, **kwargs: Any
         ) -> Any:
             """Return the tokens with their draft; see `transformers`."""
             if model_outputs is not None:
-                model_outputs["hidden_states"] = (self._final.state,)
+                state = MultiTokenPrediction.final_state(self._config, self._receiver)
+                model_outputs["hidden_states"] = (state,)
                 if self.is_main_model_prefill:
                     # Where a cache held a part of the prompt, there are no states of it, and the layer reads the rest.
-                    self.is_main_model_prefill, n_last_matches = False, self._final.state.shape[1] - 1
+                    self.is_main_model_prefill, n_last_matches = False, state.shape[1] - 1
             kwargs["n_last_matches"] = n_last_matches
             return super().get_candidates(input_ids, model_kwargs, model_outputs, **kwargs)
 
 
-__all__ = ["MTP_FIELDS", "FinalState", "MtpLayer", "MultiTokenPrediction"]
+__all__ = ["MTP_FIELDS", "MtpLayer", "MultiTokenPrediction"]

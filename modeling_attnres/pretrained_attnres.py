@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial, wraps
 from inspect import Parameter, signature
@@ -121,11 +121,10 @@ class ResidualPreTrainedModel(_AnyModel):
             apart = {re.sub(r"\.\d+\.", ".*.", name): "free_full_weight" for name in children}
             self.fsdp_plan = apart | self.fsdp_plan
 
-    def requested(self, arguments: Mapping[str, Any], names: Iterable[str] = RECORDS) -> dict[str, Any]:
+    def requested(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the records that the arguments of a pass, or else the configuration, ask for: name -> value."""
-        values = {
-            name: arguments.get(f"output_{name}", getattr(self.config, f"output_{name}", False)) for name in names
-        }
+        fields = {name: f"output_{name}" for name in ("hidden_states", *RECORDS)}
+        values = {name: arguments.get(key, getattr(self.config, key, False)) for name, key in fields.items()}
         return {name: value for name, value in values.items() if value}
 
     def tensors_kept_in_float32(self) -> dict[str, Tensor]:
@@ -221,11 +220,11 @@ class ResidualPreTrainedModel(_AnyModel):
 
         The name is private, but only there are the files known, which may have been downloaded.
         """
-        if state_dict is None and checkpoint_files and len(checkpoint_files) > 1:
-            check_files({Path(file).name: names_in(file, load_config.weights_only) for file in checkpoint_files})
+        files = checkpoint_files or [] if state_dict is None else []
+        names = {Path(file).name: names_in(file, load_config.weights_only) for file in files}
+        check_files(names)
         if MTP is not None and MTP.is_on(model.config) and not getattr(model, "_hf_peft_config_loaded", False):
-            files = checkpoint_files or () if state_dict is None else ()
-            MTP.fit(model, chain(state_dict or (), *(names_in(file, load_config.weights_only) for file in files)))
+            MTP.fit(model, chain(state_dict or (), *names.values()))
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)
 
     @staticmethod

@@ -6,11 +6,25 @@ computed from the recorded states after the pass.
 
 from typing import Any
 
+from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
+
 from .residual_attnres import ResidualConnection
 
 # All are named like the argument that asks for them, `output_{name}`.
 SUMS = "prefix_sums", "running_sums"
 RECORDS = ("depth_attentions", *SUMS)
+
+
+class Receiver:
+    """Receives from the decoder what a forward pass computes and the backbone's head does not pass on.
+
+    It is no list or dictionary, because engines that shard or offload a model pass on copies of these.
+    """
+
+    outputs: ModelOutput  # of the decoder, with the records
+    unnormed: Tensor  # [batch, seq, hidden], the input of the final norm
+    arguments: dict[str, Any]  # of the pass, by name, as the decoder has prepared them
 
 
 def sums_of(connection: ResidualConnection, name: str, states: tuple[Any, ...], selection: Any) -> tuple[Any, ...]:
@@ -35,4 +49,4 @@ def sums_of(connection: ResidualConnection, name: str, states: tuple[Any, ...], 
     return tuple(compute(state) if i in chosen else None for i, state in enumerate(states))
 
 
-__all__ = ["RECORDS", "SUMS", "sums_of"]
+__all__ = ["RECORDS", "SUMS", "Receiver", "sums_of"]

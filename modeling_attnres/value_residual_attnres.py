@@ -10,7 +10,7 @@ no values, but a normed latent, from which keys and values are made. There the l
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from .streams_attnres import wide
 _STARTS = None, "half", "standard"
 # The module whose output is mixed: a projection to values, or the norm of a latent.
 _PLACES = "v_proj", "kv_a_layernorm"
+
+# A class of the family follows the mixin.
+_AnyLayer = nn.Module if TYPE_CHECKING else object
 
 
 class ValueResidualFields:
@@ -104,6 +107,54 @@ class MixedValues:
         return _empty, (backbone, backbone is not self.unmixed), vars(self)
 
 
+class CarriesValues(_AnyLayer):
+    """Mixin of a decoder layer of the family that passes on the first layer's values beside the depth state.
+
+    What goes from layer to layer is flat, because checkpointing of activations passes gradients only to tensors that
+    are arguments and results: `V_1`, whether the depth state is a tuple, and its tensors.
+    """
+
+    layer_idx: int
+    family_layer: type[nn.Module]  # the layer's class without this mixin
+
+    def forward(self, *hidden_states: Any, is_tuple: bool = False, reader: Any = None, **kwargs) -> Any:
+        """Run the layer on the depth state and `V_1`; see the family's layer."""
+        state: Any = hidden_states if is_tuple else hidden_states[0]
+        first_values: list[Tensor | None] = [None]  # `attend` puts `V_1` here
+        if is_tuple and len(state) > 2 and isinstance(state[1], bool):
+            first_values, state = [state[0]], state[2:] if state[1] else state[2]
+        # pyrefly: ignore[not-callable]  # of the family's layer
+        state = super().forward(state, reader=reader, first_values=first_values, **kwargs)
+        if reader is not None and reader.last is not None and self.layer_idx >= reader.last:
+            return state  # the input of the final norm
+        is_tuple = isinstance(state, tuple)
+        return first_values[0], is_tuple, *(state if is_tuple else (state,))
+
+    def attend(
+        self, attention: nn.Module, hidden_states: Tensor, first_values: list[Tensor | None], **kwargs
+    ) -> tuple[Any, ...]:
+        """Call the attention with `V_1`, and keep the one that it returns; see the family's layer."""
+        # pyrefly: ignore[not-callable]  # of the family's layer
+        *results, first_values[0] = super().attend(attention, hidden_states, first_values=first_values[0], **kwargs)
+        return tuple(results)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As for the attention: this class is made at run time.
+        return _empty_layer, (self.family_layer,), vars(self)
+
+
+@cache
+def _carrying(family_layer: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a layer that passes on `V_1`, with the same name, by which engines choose what to shard."""
+    members = {"family_layer": family_layer, "__module__": family_layer.__module__}
+    return type(family_layer.__name__, (CarriesValues, family_layer), members)
+
+
+def _empty_layer(family_layer: type[nn.Module]) -> nn.Module:
+    """Return an instance of the class that passes on `V_1`, to be filled by pickle or `copy.deepcopy`."""
+    return object.__new__(_carrying(family_layer))
+
+
 @cache
 def _mixed(unmixed: type[nn.Module]) -> type[nn.Module]:
     """Return the class of an attention with mixed values."""
@@ -125,14 +176,16 @@ def add_value_residual(layer: Any, config: PreTrainedConfig) -> None:
     Raises:
         ValueError: the backbone's attention has no separate projection to values, and no latent.
     """
-    attention: Any = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
-    layer.mixes_values = ValueResiduals.is_on(config)
-    if not layer.mixes_values or isinstance(attention, MixedValues):
+    if not ValueResiduals.is_on(config):
         return
+    # As with a gate, only the classes change.
+    layer.__class__ = _carrying(type(layer))
+    attention: Any = getattr(layer, "self_attn", None) or getattr(layer, "attention", None)
+    if isinstance(attention, MixedValues):
+        return  # `AutoModel` made the decoder of this model, which is connected a second time
     name = next((name for name in _PLACES if isinstance(getattr(attention, name, None), nn.Module)), "")
     allowed = f"null: the attention of {config.backbone!r} has no {' or '.join(_PLACES)}"
     require(config, "value_residual", bool(name), allowed)
-    # As with a gate, only the class changes.
     attention.__class__ = _mixed(type(attention))
     attention.mixed = name
     if layer.layer_idx > 0:

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.checkpoints.kimi_k3 import describe_layout
 from attnres.checkpoints.source_files import check_file
-from attnres.conversion.family import DEFAULT_CONNECTION
+from attnres.conversion.family import DEFAULT_CONNECTION, describe_connection
 from attnres.utils.files import atomic_write
 from attnres.utils.hub import is_hub_id
 
@@ -253,7 +253,7 @@ def _render_parts(subject: CardSubject) -> dict[str, str]:
         "has_tokenizer": subject.has_tokenizer,
         "backbone": config.model_type if is_kimi_k3 else config.backbone,
         "layout": subject.layout or describe_layout(config),
-        "connection": config.connection.describe(config),
+        "connection": describe_connection(config),
         "is_of_the_paper": is_of_the_paper,
         "is_served_by_vllm": is_of_the_paper and config.backbone in _BY_VLLM and config.value_residual is None,
         "versions": ", ".join([f"Python {platform.python_version()}", *_installed()]),

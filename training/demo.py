@@ -38,7 +38,7 @@ from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
-from attnres.conversion.family import retrofit_config
+from attnres.conversion.family import describe_connection, retrofit_config
 from attnres.conversion.retrofit import load_source
 from attnres.conversion.verify import compare
 from attnres.utils.files import atomic_directory, atomic_write
@@ -327,7 +327,7 @@ class _Demo:
             "top1_agreement": comparison.agreement,
             "same_text": texts[0] == texts[1],
         }
-        self.console.print(f"{attn_res.config.connection.describe(attn_res.config)}: {comparison}.", soft_wrap=True)
+        self.console.print(f"{describe_connection(attn_res.config)}: {comparison}.", soft_wrap=True)
         if texts[0] == texts[1]:
             self.console.print("Without sampling, both write the same text:")
             texts.pop()

@@ -25,6 +25,7 @@ from attnres.checkpoints.kimi_k3 import describe_left_out
 from attnres.checkpoints.side_files import save_tokenizer
 from attnres.checkpoints.source import ModelSource
 from attnres.configuration.counting import count_stored
+from attnres.conversion.family import describe_connection
 from attnres.publishing.cards import CARD, CardSubject, write_card
 from attnres.publishing.markdown import code, link, link_model
 from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written
@@ -70,7 +71,7 @@ def describe_run(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trained = f"{trained:,}" if parameters is None else "adapters"  # those of this process, in a part of the model
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
-    kind = config.connection.describe(config) if isinstance(config, ResidualConfig) else "standard residual connections"
+    kind = describe_connection(config) if isinstance(config, ResidualConfig) else "standard residual connections"
     if getattr(config, "packed_experts", False):
         kind += f", experts packed as {config.packing.title}"
     start = "from scratch" if recipe.source.is_named else "with its weights"
@@ -252,7 +253,7 @@ def _write_card(folder: Path, model: nn.Module, trainer: AttnResTrainer, name: s
     if recipe.source.is_named:
         step = f"**Trained from scratch**, the configuration {base}"
     elif recipe.retrofit is not None:
-        step = f"**Retrofit** of {base}, {config.connection.describe(config)}, then **trained**"
+        step = f"**Retrofit** of {base}, {describe_connection(config)}, then **trained**"
     else:
         step = f"**Trained**, from {base},"
     data, training = _describe_data(recipe.train), _describe_training(recipe, results, trainer.args.world_size)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from attnres.conversion.family import describe_connection
 from attnres.hyper_connections_attnres import HyperConnections
 from attnres.residual_attnres import residual_tensors
 
@@ -35,7 +36,7 @@ def test_the_static_form_equals_the_dynamic_form_with_zero_weights(backbones):
 def test_the_description_names_the_form(backbones, is_dynamic, words):
     fields = {"residual_connection": "hyper_connections", "hyper_connections_dynamic": is_dynamic}
     config = backbones.member_config("llama", **fields)
-    assert config.connection.describe(config) == f"{words}, 4 streams"
+    assert describe_connection(config) == f"{words}, 4 streams"
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])

@@ -17,6 +17,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, delta_attention_attnres, peft_modules_to_save
 from attnres.accelerated import delta_attention
 from attnres.configuration import count_parameters, load
+from attnres.conversion.family import describe_connection
 from attnres.kimi_k3_attnres import KimiK3DeltaAttention, situ
 from attnres.kimi_k3_shapes_attnres import released_shapes
 from attnres.padding_attnres import Rows
@@ -382,7 +383,7 @@ def test_the_released_configuration_has_the_released_size():
     assert count.total == 2_779_484_476_000
     embedding = 163_840 * 7168
     assert count.activated_non_embedding + embedding == 104_189_612_640
-    assert config.connection.describe(config).startswith("Block AttnRes, 8 blocks of 12 layers (93 layers)")
+    assert describe_connection(config).startswith("Block AttnRes, 8 blocks of 12 layers (93 layers)")
 
 
 def test_the_small_configuration_has_every_kind_of_layer():

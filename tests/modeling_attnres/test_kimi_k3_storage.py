@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
+from attnres.conversion.family import describe_connection
 from attnres.kimi_k3_packed_attnres import decode_mxfp4
 from attnres.kimi_k3_packing_attnres import encode_mxfp4
 from attnres.kimi_k3_shapes_attnres import released_shapes
@@ -524,7 +525,7 @@ def test_a_configuration_is_the_same_after_a_round_trip(composite, tmp_path):
     ]
     config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
-    assert re.search(r"Block AttnRes, 3 blocks of 3 layers \(7 layers\)", config.connection.describe(config))
+    assert re.search(r"Block AttnRes, 3 blocks of 3 layers \(7 layers\)", describe_connection(config))
 
 
 def test_fields_of_the_parts_that_a_saved_model_lacks_are_left_out(changed, tmp_path):

@@ -74,12 +74,14 @@ def test_a_model_on_kimi_linear_travels_with_its_delta_attention(tiny_model, tmp
 
 def test_a_reviewer_reads_the_code_of_block_attnres_in_half_an_hour(backbones, tmp_path):
     code = saved_code(AutoModelForCausalLM.from_config(backbones.member_config("llama")), tmp_path)
-    assert len(code) <= 15 and sum(len(text.splitlines()) for text in code.values()) <= 3200
+    assert len(code) <= 15 and sum(len(text.splitlines()) for text in code.values()) <= 3000
 
 
 def test_saved_code_without_the_switches_refuses_them():
     config = AutoConfig.for_model("attnres_llama", attn_res_window=2)
-    with pytest.raises(ValueError, match="`attn_res_window` is 2, but must be None in the code beside these weights"):
+    with pytest.raises(
+        ValueError, match="`attn_res_window` is 2, but must be left out: it is no field of the code beside"
+    ):
         AttnRes.check(config)
 
 

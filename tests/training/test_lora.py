@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LNTuningConfig, LoraConfig, PeftModel, ShadowConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import load_file
 from torch import Tensor
@@ -463,12 +463,6 @@ def test_peft_knows_the_family_in_either_order_of_imports(first):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_an_adapter_with_a_state_beside_the_layers_is_refused_in_one_line(base):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base("attnres_llama")), ShadowConfig())
-    with pytest.raises(TypeError, match=r"holds a ShadowCarrier in place of a tensor.* such as PEFT's Shadow"):
-        model(torch.arange(3, 9)[None])
-
-
 @torch.no_grad()
 def test_connections_that_peft_saves_follow_their_layers(base):
     model = AutoModelForCausalLM.from_pretrained(base("attnres_llama")).eval()
@@ -492,14 +486,3 @@ def test_an_adapter_on_an_attn_res_tensor_is_refused_by_name(base, targets):
     model = AutoModelForCausalLM.from_pretrained(base("attnres_llama"))
     with pytest.raises(ValueError, match=r"'(mlp_res_proj|mlp_res_norm|output_attn_res_proj)' cannot have an adapter"):
         add_adapters(model, targets=targets)
-
-
-@pytest.mark.parametrize("target", ["mlp_res_proj", "mlp_res_norm"])
-def test_ln_tuning_on_the_tensors_of_a_connection_names_them_and_the_remedy(target):
-    config = AutoConfig.for_model(
-        "attnres_llama", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    model = get_peft_model(model, LNTuningConfig(target_modules=[target], task_type="CAUSAL_LM"))
-    with pytest.raises(TypeError, match=r"`mlp_res` holds no layer .* `modules_to_save`"):
-        model(torch.arange(3, 9)[None])
