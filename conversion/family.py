@@ -94,8 +94,8 @@ def backbone_config(config: ResidualConfig) -> PreTrainedConfig:
     return CONFIG_MAPPING[config.backbone].from_dict(fields)
 
 
-def describe_connection(config: ResidualConfig) -> str:
-    """Return the residual connection of a model in a few words, for cards and reports."""
+def describe_connection(config: Any) -> str:
+    """Return the residual connection of a model's configuration in a few words, for cards and reports."""
     return CONNECTIONS[config.residual_connection].describe(config)
 
 

@@ -138,7 +138,7 @@ class DepthReader:
 
     def __init__(self, model: "ResidualModel | None" = None, plan: Any = None, last: int | None = None):
         self.model, self.plan, self.last = model, plan, last
-        self.output: Tensor | None = None  # after the last layer, the input of the final norm
+        self.output: Any = None  # after the last layer, the input of the final norm
 
     def read(self, owner: nn.Module, name: str, state: DepthState, first: str | None = None) -> tuple[Any, ...]:
         """Read the input of a sublayer.
@@ -322,7 +322,8 @@ class ResidualModel(ResidualPreTrainedModel):
         reader = DepthReader(self, plan, last=number - 1)
         outputs = super().forward(reader=reader, **arguments | {"return_dict": True})
         for name in records.keys() & {*SUMS}:
-            outputs[name] = sums_of(self._modules["output_attn_res_proj"], name, outputs[name], records[name])
+            connection: Any = self._modules["output_attn_res_proj"]
+            outputs[name] = sums_of(connection, name, outputs[name], records[name])
         if receiver is not None:
             receiver.outputs, receiver.unnormed, receiver.arguments = outputs, reader.output, arguments
         return outputs

@@ -7,7 +7,6 @@ computed from the recorded states after the pass.
 from typing import Any
 
 from torch import Tensor
-from transformers.modeling_outputs import ModelOutput
 
 from .residual_attnres import ResidualConnection
 
@@ -22,7 +21,7 @@ class Receiver:
     It is no list or dictionary, because engines that shard or offload a model pass on copies of these.
     """
 
-    outputs: ModelOutput  # of the decoder, with the records
+    outputs: Any  # of the decoder, with the records
     unnormed: Tensor  # [batch, seq, hidden], the input of the final norm
     arguments: dict[str, Any]  # of the pass, by name, as the decoder has prepared them
 
