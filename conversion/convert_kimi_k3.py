@@ -30,7 +30,7 @@ from attnres.checkpoints.kimi_k3 import check_vision, is_packed
 from attnres.checkpoints.shards import StoredTensor
 from attnres.checkpoints.side_files import code_fields, references
 from attnres.checkpoints.source_files import AUTO_MAP, check_file, json_text, read_object
-from attnres.kimi_k3_configuration_attnres import fields_without_experts
+from attnres.kimi_k3_fields_attnres import fields_without_experts
 from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of
 from attnres.kimi_k3_packed_attnres import check_scales
 from attnres.pretrained_attnres import auto_map

@@ -5,91 +5,42 @@ which names Kimi Linear's model type. In a file a feature without a field is off
 the released model.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .attention_gate_attnres import GATE_FIELDS
 from .connections_attnres import CONNECTIONS
+from .kimi_k3_fields_attnres import (
+    FIELDS,
+    FLAGS,
+    LAYER_LISTS,
+    LINEAR,
+    NAMES,
+    OF_CODE,
+    OF_FILE,
+    OF_SITU,
+    QUANTIZATION,
+    WITHOUT_EFFECT,
+    as_object,
+    check_quantization,
+    check_without_situ,
+    fields_without_experts,
+    gate_of_family,
+    layer_types_of,
+    quantization_of,
+)
 from .kimi_k3_packed_attnres import MXFP4, PACKINGS, Packing
 from .kimi_k3_vision_configuration_attnres import AttnResKimiK3VisionConfig
 from .kimi_linear_configuration_attnres import AttnResConfig
-from .residual_attnres import explain_source, is_count, one_of, require, require_value
+from .residual_attnres import explain_source, is_count, one_of, require
 
-
-class _Field(NamedTuple):
-    """A field of the text model in a released `config.json`."""
-
-    released: str
-    """Its name in the file; a dot leads into an object."""
-    name: str
-    """Its name in the configuration here."""
-    absent: Any = ...
-    """The value where the file lacks the field, as in the released class: the feature is off. `...`: the default."""
-    null: Any = ...
-    """The value that null stands for; with `None`, null is also written. `...`: the field is left out of the file."""
-
-
-_LINEAR = "linear_attn_config"
-# Fields with one name, whose default holds where a file lacks them.
-_SAME = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "initializer_range",
-    "max_position_embeddings", "num_attention_heads", "num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim",
-    "qk_rope_head_dim", "v_head_dim", "mla_use_nope", "attention_bias", "attention_dropout", "moe_intermediate_size",
-    "moe_layer_freq", "moe_router_activation_func", "topk_method", "use_grouped_topk", "topk_group",
-    "routed_scaling_factor", "num_nextn_predict_layers", "tie_word_embeddings", "use_cache", "bos_token_id",
-    "eos_token_id", "pad_token_id",
-)  # fmt: skip
-_FIELDS = (
-    *(_Field(name, name) for name in _SAME),
-    _Field("hidden_act", "hidden_act", absent="silu"),
-    _Field("activation_situ_beta", "activation_situ_beta", absent=None),
-    _Field("activation_situ_linear_beta", "activation_situ_linear_beta", absent=None),
-    _Field("rms_norm_eps", "rms_norm_eps", absent=1e-6),
-    _Field("q_lora_rank", "q_lora_rank", absent=None, null=None),
-    _Field("mla_use_output_gate", "mla_use_output_gate", absent=False),
-    _Field("linear_attn_config.num_heads", "linear_num_heads"),
-    _Field("linear_attn_config.head_dim", "linear_head_dim"),
-    _Field("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim"),
-    _Field("linear_attn_config.gate_lower_bound", "gate_lower_bound", absent=None),
-    _Field("linear_attn_config.use_full_rank_gate", "use_full_rank_gate", absent=False),
-    _Field("num_experts", "num_local_experts", absent=None, null=None),
-    _Field("num_experts_per_token", "num_experts_per_tok"),
-    _Field("num_shared_experts", "n_shared_experts", absent=0, null=0),
-    _Field("routed_expert_hidden_size", "routed_expert_hidden_size", absent=None),
-    _Field("latent_moe_use_norm", "latent_moe_use_norm", absent=False),
-    _Field("first_k_dense_replace", "first_k_dense_replace", absent=0),
-    _Field("moe_renormalize", "norm_topk_prob"),
-    _Field("num_expert_group", "n_group"),
-    _Field("attn_res_block_size", "attn_res_block_size", absent=None),
-)
-_NAMES = {field.released: field.name for field in _FIELDS}
-_LAYER_LISTS = {"full_attn_layers": "full_attention", "kda_layers": "linear_attention"}
-# Fields of SiTU. With another activation they are null.
-_OF_SITU = ("activation_situ_beta", "activation_situ_linear_beta")
-# Fields that are true or false. `transformers` does not check the types of fields that Kimi Linear does not have.
-_SWITCHES = ("mla_use_output_gate", "use_full_rank_gate", "latent_moe_use_norm")
-# Fields that are not in this class and have no effect: releases, older releases of the same authors or `transformers`
-# have them, and this model needs no such number. Any other field that is not off is refused.
-_WITHOUT_EFFECT = (
-    "aux_loss_alpha", "ep_size", "head_dim", "model_max_length", "pretraining_tp",
-    "rope_parameters", "rope_scaling", "rope_theta", "seq_aux", "qk_head_dim", "output_router_logits",
-    "_name_or_path", "attn_implementation", "experts_implementation", "name_or_path", "num_labels", "torch_dtype",
-    "output_attentions", "pruned_heads", "torchscript", "use_bfloat16", "tf_legacy_loss", "return_dict",
-    "add_cross_attention", "cross_attention_hidden_size", "is_decoder", "tie_encoder_decoder",
-    "distributed_config",  # an object that `transformers` sets on the configuration of a sharded model
-)  # fmt: skip
-# Fields that describe the file, not the model.
-_OF_FILE = ("architectures", "auto_map", "model_type", "quantization_config", "transformers_version")
-# Fields that name code. A saved model refers to the code of this package alone.
-_OF_CODE = ("auto_map", "custom_pipelines", "custom_generate")
 # The id of placeholders for image tokens, in a file of the composite model.
 _PLACEHOLDER = "media_placeholder_token_id"
 _THAT_SEES = "AttnResKimiK3ForConditionalGeneration"
 COMPOSITE, TEXT = "composite", "text"
-_QUANTIZATION = "quantization_config"
 
 
 class AttnResKimiK3Config(AttnResConfig):
@@ -106,7 +57,7 @@ class AttnResKimiK3Config(AttnResConfig):
     model_type = "kimi_k3"
     sub_configs = {"vision_config": AttnResKimiK3VisionConfig}
     attn_res_block_unit = 2  # a decoder layer has two sublayers
-    number_bounds = AttnResConfig.number_bounds | dict.fromkeys(_OF_SITU, "> 0") | {"gate_lower_bound": "< 0"}
+    number_bounds = AttnResConfig.number_bounds | dict.fromkeys(OF_SITU, "> 0") | {"gate_lower_bound": "< 0"}
     # `transformers` checks the types of Kimi Linear's fields when they are set. There these two cannot be null.
     __validators__ = {
         name: checks
@@ -211,15 +162,15 @@ class AttnResKimiK3Config(AttnResConfig):
         # `transformers` has set the fields that it knows, and passes on the others, of which some are second names from
         # releases. Types are checked under the names here.
         for name, value in decode(kwargs, fill="text_config" in kwargs).items():
-            field = _NAMES.get(name, name)
+            field = NAMES.get(name, name)
             if field in type(self).__dataclass_fields__:
                 setattr(self, field, value)
                 kwargs.pop(name, None)
             else:
                 kwargs[name] = value
-        for name in ("text_config", _LINEAR, _QUANTIZATION):
+        for name in ("text_config", LINEAR, QUANTIZATION):
             kwargs.pop(name, None)
-        for field in _FIELDS:
+        for field in FIELDS:
             if field.null not in (None, ...) and getattr(self, field.name) is None:
                 setattr(self, field.name, field.null)
         if self.attn_res_block_size is None and self.residual_connection == "attn_res":
@@ -234,13 +185,13 @@ class AttnResKimiK3Config(AttnResConfig):
         if self.mlp_layer_types is None:
             # pyrefly: ignore[attribute-assign-on-never]  # not set yet
             self.mlp_layer_types = self._released_mlp_types()
-        for name in _OF_SITU:
+        for name in OF_SITU:
             # The default bounds belong to SiTU. `check_fields` refuses any other bound beside another activation.
             if self.hidden_act != "situ" and getattr(self, name) == getattr(type(self), name):
                 setattr(self, name, None)
         # The gate of the family is that of the released weights, with the same name of its tensor. If the arguments
         # contradict each other, `check_fields` says so.
-        self.attention_gate = kwargs.pop("attention_gate", _gate_of_family(self.mla_use_output_gate))
+        self.attention_gate = kwargs.pop("attention_gate", gate_of_family(self.mla_use_output_gate))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
             # The ids of the released tokenizer mean nothing in a smaller vocabulary.
             value = getattr(self, name)
@@ -298,7 +249,7 @@ class AttnResKimiK3Config(AttnResConfig):
             kwargs: fields with other values, also under their released names; and arguments of `transformers`.
         """
         # `transformers` would set the changed fields last, when other fields already follow from the old values.
-        names = cls.known_fields() - {*_WITHOUT_EFFECT, *_OF_FILE, "dtype"} | {_LINEAR}
+        names = cls.known_fields() - {*WITHOUT_EFFECT, *OF_FILE, "dtype"} | {LINEAR}
         changes = {name: kwargs.pop(name) for name in [*kwargs] if name in names}
         with explain_source(kwargs.get("name_or_path")):  # an Auto class gives the directory or Hub id
             return super().from_dict(cls._changed(decode(config_dict), changes), **kwargs)
@@ -306,7 +257,7 @@ class AttnResKimiK3Config(AttnResConfig):
     @classmethod
     def _changed(cls, fields: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments of this class with some changed. Of a field's two names, that of the change remains."""
-        if _LINEAR in changes:
+        if LINEAR in changes:
             changes = decode(changes, fill=False)
         changed = {cls.attribute_map.get(name, name) for name in changes}
         # These follow from other fields.
@@ -315,7 +266,7 @@ class AttnResKimiK3Config(AttnResConfig):
         if "attn_res_block_size" in changed and fields.get("residual_connection") == "standard":
             changed.add("residual_connection")
         if changes.get("hidden_act", fields.get("hidden_act")) != fields.get("hidden_act"):
-            changed |= {*_OF_SITU}
+            changed |= {*OF_SITU}
         per_token = fields.get("num_experts_per_token", fields.get("num_experts_per_tok"))
         if "num_experts" in changed and per_token == 0:
             # `to_dict` writes these two without experts. With experts, the defaults hold.
@@ -350,7 +301,7 @@ class AttnResKimiK3Config(AttnResConfig):
         require(self, "num_experts", is_allowed, "an integer >= 2, or null where the MLPs of all layers are dense")
         is_allowed = shared is None or shared == 0 or is_count(shared)
         require(self, "num_shared_experts", is_allowed, "an integer >= 0")
-        for name in (*_SWITCHES, "packed_experts"):
+        for name in (*FLAGS, "packed_experts"):
             require(self, name, isinstance(getattr(self, name), bool), "true or false")
         self._check_dense_layers()
         super().check_fields()
@@ -365,13 +316,13 @@ class AttnResKimiK3Config(AttnResConfig):
             is_given = self.activation_situ_beta is not None
             require(self, "activation_situ_beta", is_given, "a finite number > 0 where `hidden_act` is 'situ'")
         else:
-            _check_without_situ(vars(self))
+            check_without_situ(vars(self))
         width = self.routed_expert_hidden_size
         require(self, "routed_expert_hidden_size", width is None or is_count(width), "an integer >= 1, or null")
         require(self, "checkpoint_layout", self.checkpoint_layout in (COMPOSITE, TEXT), one_of((COMPOSITE, TEXT)))
         is_text = self.checkpoint_layout == TEXT
         require(self, "vision_config", not (is_text and self.vision_config), f"null in the layout {TEXT!r}")
-        gate = _gate_of_family(self.mla_use_output_gate)
+        gate = gate_of_family(self.mla_use_output_gate)
         allowed = f"{gate!r} where `mla_use_output_gate` is {self.mla_use_output_gate}. Set `mla_use_output_gate` alone"
         require(self, "attention_gate", self.attention_gate == gate, allowed)
         has_none = getattr(self, "value_residual", None) is None  # saved code has the field only if it is used
@@ -391,7 +342,7 @@ class AttnResKimiK3Config(AttnResConfig):
         """Return the names of all fields that are not of another version."""
         connections = (name for connection in CONNECTIONS.values() for name in connection.fields)
         names = {*cls.attribute_map, *cls.attribute_map.values(), *connections, *GATE_FIELDS}
-        return {*cls.__dataclass_fields__, *_WITHOUT_EFFECT, *_OF_FILE, *names, "mtp_loss_weight"}
+        return {*cls.__dataclass_fields__, *WITHOUT_EFFECT, *OF_FILE, *names, "mtp_loss_weight"}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a released `config.json` has them; see [`encode`]."""
@@ -409,33 +360,33 @@ def decode(fields: Mapping[str, Any], fill: bool = True) -> dict[str, Any]:
         ValueError: the lists of layers contradict each other; a field of linear attention is unknown; the
             quantisation is not the released one.
     """
-    fields = {name: value for name, value in fields.items() if name not in _OF_CODE[1:]}
-    if "text_config" not in fields and _LINEAR not in fields and fields.get("model_type") is None:
+    fields = {name: value for name, value in fields.items() if name not in OF_CODE[1:]}
+    if "text_config" not in fields and LINEAR not in fields and fields.get("model_type") is None:
         return fields  # arguments of the class
     flat, layout = _flatten(fields)
-    flat.pop(_QUANTIZATION, None)
-    _check_quantization(layout.get("stored_quantization"))
-    linear = _as_object(_LINEAR, flat.pop(_LINEAR, None))
-    lists = {name: linear.pop(name) for name in _LAYER_LISTS if linear.get(name) is not None}
+    flat.pop(QUANTIZATION, None)
+    check_quantization(layout.get("stored_quantization"))
+    linear = as_object(LINEAR, flat.pop(LINEAR, None))
+    lists = {name: linear.pop(name) for name in LAYER_LISTS if linear.get(name) is not None}
     for name, value in linear.items():
-        if (path := f"{_LINEAR}.{name}") in _NAMES:
-            flat[_NAMES[path]] = value
+        if (path := f"{LINEAR}.{name}") in NAMES:
+            flat[NAMES[path]] = value
         elif value not in (None, False):
             raise ValueError(
-                f"`{_LINEAR}` has the field `{name}` ({value!r}), which may change what the model computes, and which "
+                f"`{LINEAR}` has the field `{name}` ({value!r}), which may change what the model computes, and which "
                 "this version does not know. Update the code, or remove the field if it has no effect."
             )
     if lists:
         layers = flat.get("num_hidden_layers", AttnResKimiK3Config.num_hidden_layers)
-        flat["layer_types"] = _layer_types(lists, layers)
+        flat["layer_types"] = layer_types_of(lists, layers)
     if fill:
-        for field in _FIELDS:
+        for field in FIELDS:
             if field.absent is not ... and flat.keys().isdisjoint(field[:2]):
                 flat[field.name] = field.absent
         if flat["hidden_act"] != "situ":
-            _check_without_situ(flat)
+            check_without_situ(flat)
         # For the checks of a loaded checkpoint, which compare the fields of the family.
-        flat["attention_gate"] = _gate_of_family(flat["mla_use_output_gate"])
+        flat["attention_gate"] = gate_of_family(flat["mla_use_output_gate"])
         if flat["attn_res_block_size"] is None:
             flat.setdefault("residual_connection", "standard")
         flat["model_type"] = AttnResKimiK3Config.model_type
@@ -450,32 +401,20 @@ def _flatten(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of the text model, and the fields that say in which layout a file has them."""
     if "text_config" not in fields:
         is_text = fields.get("model_type") == AttnResKimiK3Config.backbone
-        return fields, ({"checkpoint_layout": TEXT} if is_text else {}) | _stored_quantization({"": fields})
+        return fields, ({"checkpoint_layout": TEXT} if is_text else {}) | quantization_of({"": fields})
     if not fields["text_config"]:
         raise ValueError(
             "`text_config` is empty, but must hold the fields of the text model. Use the checkpoint's own config.json."
         )
-    text = _as_object("text_config", fields.pop("text_config"))
+    text = as_object("text_config", fields.pop("text_config"))
     if _PLACEHOLDER in fields:
         fields["image_token_id"] = fields.pop(_PLACEHOLDER)
     # The composite model has more fields, which are for a processor.
     fields = {name: value for name, value in fields.items() if name in AttnResKimiK3Config.known_fields()}
     # Of two values of a field that describes the file, that of the composite model holds.
-    kept = [name for name in text if name not in _OF_CODE and not (name in _OF_FILE and name in fields)]
-    layout = {"checkpoint_layout": COMPOSITE} | _stored_quantization({"": fields, "text_config": text})
+    kept = [name for name in text if name not in OF_CODE and not (name in OF_FILE and name in fields)]
+    layout = {"checkpoint_layout": COMPOSITE} | quantization_of({"": fields, "text_config": text})
     return fields | {name: text[name] for name in kept}, layout
-
-
-def _stored_quantization(objects: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the field `stored_quantization` for the objects of a file, by name; nothing where none is quantised."""
-    stored = {name: fields.get(_QUANTIZATION) for name, fields in objects.items()}
-    stored = {name: _as_object(_QUANTIZATION, value) for name, value in stored.items() if value}
-    for value in stored.values():
-        # Activations are not quantised here, and the scales that this needs are not kept.
-        groups = _as_object("config_groups", value.get("config_groups"))
-        if any(isinstance(group, Mapping) and group.get("input_activations") for group in groups.values()):
-            value["config_groups"] = {name: {**group, "input_activations": None} for name, group in groups.items()}
-    return {"stored_quantization": stored} if stored else {}
 
 
 def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -490,10 +429,10 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
     text: dict[str, Any] = {"model_type": config.backbone, "architectures": classifiers or ["KimiLinearForCausalLM"]}
     linear: dict[str, Any] = {
         name: [i + 1 for i, of_layer in enumerate(config.layer_types) if of_layer == kind]
-        for name, kind in _LAYER_LISTS.items()
+        for name, kind in LAYER_LISTS.items()
     }
-    text[_LINEAR] = linear
-    for field in _FIELDS:
+    text[LINEAR] = linear
+    for field in FIELDS:
         value = getattr(config, field.name)
         if value is not None or field.null is None:
             *path, name = field.released.split(".")
@@ -510,18 +449,18 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
         if name != "attn_res_block_size" and fields.get(name, default) != default:
             text[name] = fields[name]
     # Of the common fields of `transformers`, those that were changed; and fields that no one here knows, which are off.
-    common, known = PreTrainedConfig().to_dict(), config.known_fields() | _NAMES.keys()
+    common, known = PreTrainedConfig().to_dict(), config.known_fields() | NAMES.keys()
     for name, value in fields.items():
-        is_changed = name in common and name not in _OF_FILE and value != common[name]
+        is_changed = name in common and name not in OF_FILE and value != common[name]
         is_unknown = name not in common and name not in known
         if name not in text and not name.startswith("_") and (is_changed or is_unknown):
             text[name] = value
     outer = {name: fields[name] for name in ("auto_map", "transformers_version") if name in fields}
     stored = (config.stored_quantization or {}) if config.packed_experts else {}
-    outer |= {_QUANTIZATION: stored[""]} if "" in stored else {}
+    outer |= {QUANTIZATION: stored[""]} if "" in stored else {}
     if config.checkpoint_layout == TEXT:
         return text | outer
-    text |= {_QUANTIZATION: stored["text_config"]} if "text_config" in stored else {}
+    text |= {QUANTIZATION: stored["text_config"]} if "text_config" in stored else {}
     outer |= {"model_type": config.model_type, "architectures": classifiers or ["KimiK3ForConditionalGeneration"]}
     names = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
     outer |= {name: text[name] for name in names if name in text}
@@ -530,74 +469,6 @@ def encode(config: AttnResKimiK3Config, fields: Mapping[str, Any]) -> dict[str, 
     if isinstance(vision, AttnResKimiK3VisionConfig) and fields.get("architectures") in (None, [_THAT_SEES]):
         outer |= {_PLACEHOLDER: config.image_token_id, "vision_config": vision.to_release(config.hidden_size)}
     return outer | {"text_config": text}
-
-
-def _gate_of_family(has_output_gate: bool) -> str | None:
-    """Return the family's `attention_gate` that the released `mla_use_output_gate` stands for."""
-    return "sdpa" if has_output_gate else None
-
-
-def _check_without_situ(fields: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if fields with another activation than SiTU have bounds of SiTU, which it would ignore."""
-    for name in _OF_SITU:
-        allowed = f"null where `hidden_act` is {fields['hidden_act']!r}, or `hidden_act` must be 'situ'"
-        require_value(name, fields[name], fields[name] is None, allowed)
-
-
-def fields_without_experts(num_layers: int) -> dict[str, int]:
-    """Return fields of a release without experts. They have no effect here, but llama.cpp refuses other values."""
-    return {"num_experts_per_token": 0, "first_k_dense_replace": num_layers}
-
-
-def _as_object(name: str, value: Any) -> dict[str, Any]:
-    """Return the fields of an object in a `config.json`, none for null.
-
-    Raises:
-        ValueError: the value is no object.
-    """
-    if value is None:
-        return {}
-    if isinstance(value, PreTrainedConfig) or hasattr(value, "to_dict"):
-        return value.to_dict()
-    require_value(name, value, isinstance(value, Mapping), "an object with fields")
-    return dict(value)
-
-
-def _layer_types(lists: Mapping[str, Collection[int]], layers: int) -> list[str]:
-    """Return the kind of each layer, of the released lists of layers that count from 1.
-
-    Raises:
-        ValueError: a layer is in both lists or in none, or there is no such layer.
-    """
-    require_value("num_hidden_layers", layers, is_count(layers), "an integer >= 1")
-    kinds: dict[int, str] = {}
-    one, other = (f"`{name}`" for name in _LAYER_LISTS)
-    for name, numbers in lists.items():
-        require_value(name, numbers, isinstance(numbers, list | tuple), "a list of layers, which count from 1")
-        for number in numbers:
-            if not is_count(number) or number > layers:
-                raise ValueError(f"`{name}` has the layer {number!r}, but layers must count from 1 to {layers}.")
-            if kinds.setdefault(number, _LAYER_LISTS[name]) != _LAYER_LISTS[name]:
-                raise ValueError(f"layer {number} is in both {one} and {other}, but must be in one of them.")
-    # One at a time: a number of layers in a file may be huge.
-    missing = next((number for number in range(1, layers + 1) if number not in kinds), None)
-    if missing is not None:
-        raise ValueError(
-            f"layer {missing} is in neither {one} nor {other}. Together they must hold all {layers} layers."
-        )
-    return [kinds[number] for number in range(1, layers + 1)]
-
-
-def _check_quantization(stored: Mapping[str, Mapping[str, Any]] | None) -> None:
-    """Raise `ValueError` if a checkpoint is quantised in another way than those that are read here."""
-    for fields in (stored or {}).values():
-        if fields.get("format") not in [*PACKINGS]:  # a list, since the value may be an object
-            method = fields.get("format") or fields.get("quant_method")
-            titles = " or ".join(packing.title for packing in PACKINGS.values())
-            raise ValueError(
-                f"`{_QUANTIZATION}` has the format {method!r}, but must be {one_of(PACKINGS)}. Use a checkpoint in "
-                f"bfloat16 or {titles}."
-            )
 
 
 AttnResKimiK3Config.register_for_auto_class()
