@@ -145,7 +145,8 @@ class AttnResKimiK3ImageProcessor(BaseImageProcessor):
 
         Args:
             images: An image, or nested lists of them: a path, an `http(s)` or `data:` address, a text in base64, bytes
-                of a file, an image of PIL, or an array or tensor of one image.
+                of a file, an image of PIL, or an array or tensor of one image, with values from 0 to 255, or from 0 to
+                1 in booleans and floating-point numbers.
 
         Returns:
             Decoded images of PIL in the same nesting.
@@ -227,7 +228,10 @@ def _open(image: Any) -> Image.Image:
     if isinstance(image, bytes):
         return Image.open(BytesIO(image))
     if not isinstance(image, str):
-        return to_pil_image(image)
+        array = to_numpy_array(image)
+        # `transformers` takes 0 and 1 for bytes where there are no other values, so that white would be black.
+        is_unit = array.dtype.kind in "bf" and 0 <= array.min() <= array.max() <= 1
+        return to_pil_image(array, do_rescale=True if is_unit else None)
     if image.startswith(("http://", "https://")):
         return Image.open(BytesIO(get_session().get(image, follow_redirects=True).raise_for_status().content))
     if image.startswith("data:"):

@@ -68,13 +68,14 @@ class AttnResKimiK3Processor(ProcessorMixin):
         if given := [name for name in ("videos", "audio") if kwargs.get(name) is not None]:
             raise ValueError(f"Kimi K3 reads images and no {given[0]}. Give frames of a video as images.")
         texts = [text] if isinstance(text, str) else text
-        if texts is not None:
-            placeholders, count = sum(one.count(PLACEHOLDER) for one in texts), _count(images)
+        for group, given in [] if texts is None else _groups(texts, images):
+            placeholders, count = sum(one.count(PLACEHOLDER) for one in group), _count(given)
             if placeholders != count:
                 raise ValueError(
                     f"the prompt has {placeholders} of {PLACEHOLDER}, but {count} images were given. Put one in the "
                     "prompt for each image, or use apply_chat_template."
                 )
+        images = images if _count(images) else None  # empty lists too
         return super().prepare_inputs_layout(images=images, text=text, **kwargs)
 
     def image_prompt(self, width: int, height: int) -> str:
@@ -119,13 +120,16 @@ class AttnResKimiK3Processor(ProcessorMixin):
             The text; with `tokenize=True, return_dict=True` the inputs of the model.
 
         Raises:
-            ValueError: Results of several tools that follow each other hold an image: the format puts them in the
-                order of their calls, so images might change places.
+            ValueError: A part of a message is no text and no image; or results of several tools that follow each other
+                hold an image: the format puts them in the order of their calls, so images might change places.
         """
         is_batch = bool(conversation) and isinstance(conversation[0], list | tuple)
         for messages in conversation if is_batch else [conversation]:
+            for kind, name in (("video", "videos"), ("audio", "audio")):
+                if any(_has_part(one, kind) for one in messages):
+                    raise ValueError(f"Kimi K3 reads images and no {name}, but a message holds {kind}.")
             for one, other in pairwise(messages):
-                if one["role"] == other["role"] == "tool" and (_has_image(one) or _has_image(other)):
+                if one["role"] == other["role"] == "tool" and (_has_part(one, "image") or _has_part(other, "image")):
                     raise ValueError(
                         "an image is in one of several results of tools, which the chat format puts in the order of "
                         "their calls. Put the image into a message of the user behind them."
@@ -152,16 +156,24 @@ class AttnResKimiK3Processor(ProcessorMixin):
                 )
 
 
+def _groups(texts: list[str], images: Any) -> list[tuple[list[str], Any]]:
+    """Return texts and the images that belong to them: one pair a text if the images are in lists, one for each."""
+    is_nested = isinstance(images, list | tuple) and any(isinstance(one, list | tuple) for one in images)
+    if is_nested and len(images) == len(texts):
+        return [([text], given) for text, given in zip(texts, images)]
+    return [(texts, images)]
+
+
 def _count(images: Any) -> int:
     """Return the number of images in nested lists."""
     if isinstance(images, list | tuple):
         return sum(map(_count, images))
-    return images is not None
+    return int(images is not None)
 
 
-def _has_image(message: dict[str, Any]) -> bool:
+def _has_part(message: dict[str, Any], kind: str) -> bool:
     content = message.get("content")
-    return isinstance(content, list) and any(part.get("type") in ("image", "image_url") for part in content)
+    return isinstance(content, list) and any(part.get("type") in (kind, f"{kind}_url") for part in content)
 
 
 AttnResKimiK3Processor.register_for_auto_class()

@@ -195,6 +195,8 @@ class AttnResKimiK3MultimodalModel(AttnResKimiK3Model):
         **kwargs: Any,
     ) -> Any:
         """Run the decoder; see [`AttnResKimiK3ForConditionalGeneration.forward`] for the arguments of images."""
+        if kwargs.get("pixel_values_videos") is not None:
+            raise ValueError("`pixel_values_videos` are given, but Kimi K3 reads images. Give frames as images.")
         images = (mm_encoder_outputs or {}).get("image")
         if pixel_values is not None:
             images = self.get_image_features(pixel_values, image_grid_thw, return_dict=True)
@@ -223,30 +225,37 @@ class AttnResKimiK3MultimodalModel(AttnResKimiK3Model):
         if input_ids is not None and is_first and (count := int(input_ids.eq(placeholder).sum())):
             raise ValueError(f"the prompts hold {count} placeholders (id {placeholder}), but no images are given.")
 
-    def _with_images(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, tokens: Tensor) -> Tensor:
-        """Return the embeddings `[batch, seq, hidden]` of a prompt, with image tokens in place of its placeholders.
+    def placeholders(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Return where a prompt has placeholders: `[batch, seq]`, boolean.
 
         Args:
             input_ids: `[batch, seq]`, or `None` where embeddings are given.
             inputs_embeds: `[batch, seq, hidden]`; placeholders have the embedding of their id.
+        """
+        placeholder: Any = self.config.image_token_id
+        if input_ids is not None:
+            return input_ids.eq(placeholder)
+        embeds: Any = inputs_embeds
+        return embeds.eq(self.embed_tokens(torch.tensor(placeholder, device=embeds.device))).all(-1)
+
+    def _with_images(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, tokens: Tensor) -> Tensor:
+        """Return the embeddings `[batch, seq, hidden]` of a prompt, with image tokens in place of its placeholders.
+
+        Args:
+            input_ids: as in [`placeholders`].
+            inputs_embeds: as there; by default those of `input_ids`.
             tokens: `[tokens, hidden]`, of all images in the order of the prompts.
 
         Raises:
             ValueError: the number of placeholders is another than that of the tokens.
         """
-        placeholder: Any = self.config.image_token_id
-        if input_ids is not None:
-            is_image = input_ids.eq(placeholder)
-            embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        else:
-            embeds: Any = inputs_embeds
-            ids = torch.tensor(placeholder, device=self.embed_tokens.weight.device)
-            is_image = embeds.eq(self.embed_tokens(ids)).all(-1)
-        count = int(is_image.sum())
+        is_image = self.placeholders(input_ids, inputs_embeds)
+        embeds: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        count, placeholder = int(is_image.sum()), self.config.image_token_id
         if count != len(tokens):
             raise ValueError(
-                f"the prompts hold {count} placeholders (id {placeholder}), but the images have {len(tokens)} tokens. "
-                "Repeat the placeholder of an image once for each of its tokens, as the processor does."
+                f"the prompts hold {count} placeholders (id {placeholder}), but the images have {len(tokens)} "
+                "tokens. Repeat the placeholder of an image once for each of its tokens, as the processor does."
             )
         return embeds.masked_scatter(is_image.unsqueeze(-1), tokens.to(embeds))
 
@@ -320,9 +329,8 @@ class AttnResKimiK3ForConditionalGeneration(AttnResKimiK3ForCausalLM):
         Raises:
             ValueError: images and placeholders do not fit each other, or patches and grids.
         """
-        placeholder: Any = self.config.image_token_id
-        if labels is not None and input_ids is not None:
-            labels = labels.masked_fill(input_ids.eq(placeholder), -100)
+        if labels is not None:
+            labels = labels.masked_fill(self.model.placeholders(input_ids, inputs_embeds), -100)
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

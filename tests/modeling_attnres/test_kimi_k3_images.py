@@ -131,6 +131,9 @@ def test_files_keep_transparency_and_orientation_in_every_form(tmp_path):
     array = torch.tensor(bytearray(turned.tobytes()), dtype=torch.uint8).view(20, 30, 3)
     for given in (array.numpy(), array.permute(2, 0, 1)):
         assert torch.equal(processor(given)["pixel_values"], processor(turned)["pixel_values"])
+    # White, in numbers from 0 to 1 that could be bytes, too.
+    for white in (torch.ones(3, 28, 28), torch.ones(28, 28, 3).bool().numpy()):
+        assert processor(white)["pixel_values"].min() == 1
 
 
 def test_a_prompt_holds_the_original_size_and_a_token_for_each_group(processor):
@@ -191,7 +194,8 @@ def test_damaged_and_huge_files_are_refused_in_one_line(processor, tmp_path):
     [
         ({"text": "x", "images": [noise(9, 9)]}, "the prompt has 0 of <|kimi_image_placeholder|>, but 1 images"),
         ({"text": ["<|kimi_image_placeholder|>"] * 2, "images": [noise(9, 9)]}, "the prompt has 2 of"),
-        ({"text": "<|kimi_image_placeholder|>"}, "the prompt has 1 of"),
+        ({"text": "<|kimi_image_placeholder|>"}, "the prompt has 1 of <|kimi_image_placeholder|>, but 0 images"),
+        ({"text": ["<|kimi_image_placeholder|>"] * 2, "images": [[noise(9, 9)] * 2, []]}, "but 2 images were given"),
         ({"text": "x", "videos": [[noise(9, 9)]]}, "Kimi K3 reads images and no videos"),
         (
             {"text": "<|kimi_image_placeholder|>", "images": noise(200, 200), "truncation": True, "max_length": 30},
@@ -210,8 +214,13 @@ def test_images_in_reordered_results_of_tools_and_videos_in_chats_are_refused(pr
     with pytest.raises(ValueError, match="in one of several results of tools"):
         processor.apply_chat_template([*chat("look at this"), image, image | {"content": "x"}], tokenize=True)
     video = [{"role": "user", "content": [{"type": "video", "path": "x.mp4"}]}]
-    with pytest.raises(ValueError, match="Kimi K3 reads images and no videos"):
-        processor.apply_chat_template(video, tokenize=True)
+    for tokenize in (True, False):
+        with pytest.raises(ValueError, match="Kimi K3 reads images and no videos"):
+            processor.apply_chat_template(video, tokenize=tokenize)
+
+
+def test_empty_lists_of_images_are_no_images(processor):
+    assert processor(text="x", images=[]) == processor(text=["x"], images=[[]]) == processor(text="x")
 
 
 @pytest.mark.parametrize("change", [{"fixed_output_tokens": 64}, {"transparent_bg_config": {"pattern": "dots"}}])

@@ -183,6 +183,9 @@ def test_the_loss_counts_no_placeholder_and_trains_every_tensor_of_the_vision_pa
     outputs = model(IDS, attention_mask=MASK, labels=labels, **IMAGES)
     logits, targets = outputs.logits[:, :-1], labels.masked_fill(IDS == PLACEHOLDER, -100)[:, 1:]
     assert outputs.loss.item() == pytest.approx(F.cross_entropy(logits.transpose(1, 2), targets).item(), rel=1e-5)
+    embeds = model.get_input_embeddings()(IDS)  # their placeholders are not counted either
+    again = model(inputs_embeds=embeds, attention_mask=MASK, labels=labels, **IMAGES)
+    assert again.loss.item() == pytest.approx(outputs.loss.item(), rel=1e-6)
     outputs.loss.backward()
     vision = {name: p for name, p in model.named_parameters() if "vision_tower" in name or "mm_projector" in name}
     assert len(vision) == 2 * 8 + 3 + 3 and all(p.grad.abs().max() > 0 for p in vision.values())
@@ -248,6 +251,7 @@ BAD = {
     "odd grid": (IDS, (0, 3), {"image_grid_thw": torch.tensor([[1, 3, 4]])}, "must be multiples of 2 and 2"),
     "long grid": (IDS, (0, 3), {"image_grid_thw": torch.tensor([[1, 2, 514]])}, "at most 512 patches"),
     "too few patches": (IDS, (0, 2), {"image_grid_thw": GRIDS}, "counts 52 patches, but `pixel_values` has 28"),
+    "video": (IDS, (0, 3), {"pixel_values_videos": torch.zeros(4, 3, 2, 2)}, "Kimi K3 reads images"),
     "whole image": (
         IDS,
         (0, 3),
