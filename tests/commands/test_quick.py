@@ -24,6 +24,7 @@ from attnres.commands.options_inspect import WRITTEN_REPORT
 from attnres.configuration import count_parameters, load, names
 from attnres.conversion.family import DEFAULT_CONNECTION
 from attnres.eval.benchmarks import benchmarks
+from attnres.mtp_attnres import MTP_FIELDS
 from attnres.training.recipe import read_recipe, write_recipe
 from attnres.training.settings import trainer_fields
 from attnres.utils import declared as declarations
@@ -257,7 +258,7 @@ def test_the_source_text_of_connections_and_of_the_trainer_declares_what_their_c
         connection = CONNECTIONS[PRESETS.get(name, {}).get("residual_connection", name)]
         declarations.register_connection(connection)  # reads the class
         assert declared_connections()[connection.name] == text
-        assert list(text.fields) == [*connection.fields, *GATE_FIELDS, *VALUE_RESIDUAL_FIELDS]
+        assert list(text.fields) == [*connection.fields, *GATE_FIELDS, *MTP_FIELDS, *VALUE_RESIDUAL_FIELDS]
     types = {item.name: item.type for item in dataclasses.fields(TrainingArguments)}
     assert trainer_fields().keys() == types.keys()
     for name, kinds in trainer_fields().items():

@@ -9,7 +9,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.fsdp import fully_shard
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from attnres.conversion import retrofit
@@ -125,9 +125,9 @@ def test_a_model_that_one_process_holds_is_not_sharded():
 def test_a_release_of_kimi_k3_needs_no_copy_to_be_sharded(tiny_model, tiny_kimi_k3, tmp_path):
     """The copy would take the memory and the disk of the whole model. Kimi Linear's convolutions need it."""
     for source in (tiny_kimi_k3, write_packed(tmp_path / "packed")):
-        assert not _joins_tensors(str(source))
+        assert not _joins_tensors(str(source), AutoModelForCausalLM)
     tiny_model().save_pretrained(tmp_path / "hybrid")
-    assert _joins_tensors(str(tmp_path / "hybrid"))
+    assert _joins_tensors(str(tmp_path / "hybrid"), AutoModelForCausalLM)
 
 
 def test_adapters_of_matrices_that_are_cut_are_refused():
