@@ -318,7 +318,8 @@ class AttnResKimiK3ForConditionalGeneration(AttnResKimiK3ForCausalLM):
             position_ids: as there.
             past_key_values: as there. Images of earlier calls are in the cache.
             inputs_embeds: `[batch, seq, hidden]` in place of `input_ids`.
-            labels: as there. Placeholders are not counted in the loss.
+            labels: as there. Placeholders are not counted in the loss. If `num_items_in_batch` is given, as by
+                `Trainer`, set them to -100 before, or the loss is divided by their number too.
             use_cache: as there.
             pixel_values: `[patches, 3, patch_size, patch_size]` of all images, in the order of the prompts.
             image_grid_thw: `[images, 3]`; see [`get_image_features`].
