@@ -140,6 +140,25 @@ class AttnResForCausalLM(ResidualLanguageModel, AttnResPreTrainedModel, kimi_lin
         # pyrefly: ignore[bad-argument-type]  # `transformers` types the model by a protocol
         return super().prepare_inputs_for_generation(input_ids, next_sequence_length, *args, **kwargs)
 
+    def _assisted_decoding(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Decode with drafts as `transformers` does, also where the caller's cache holds a part of the prompt.
+
+        Args:
+            input_ids: `[1, tokens]`, the prompt.
+            args: other arguments of `transformers`' function of this name.
+            kwargs: other arguments of `transformers`' function of this name.
+
+        Raises:
+            ValueError: records are requested, or the cache alone holds tokens of a prompt with padding.
+        """
+        mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
+        # `generate` drops a mask of ones, but `prepare_inputs_for_generation` needs its length.
+        if mask is None and getattr(kwargs.get("generation_config"), "_mask_length", None) == length:
+            kwargs["attention_mask"] = torch.ones_like(input_ids)
+        elif mask is not None and mask.shape[1] > length > 0:  # `transformers` would cut it to the length of the tokens
+            raise ValueError("`attention_mask` has padding: pass all tokens of the prompt, those in the cache too.")
+        return super()._assisted_decoding(input_ids, *args, **kwargs)
+
     @staticmethod
     def create_masks_for_generate(
         config: AttnResConfig,

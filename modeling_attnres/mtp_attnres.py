@@ -258,10 +258,12 @@ class MultiTokenPrediction:
         # The embedding that comes round to the last token has no label.
         hidden = layer(embeddings.roll(-1, 1), state, attention_mask=mask, position_ids=positions, **kwargs)
         labels = F.pad(arguments["labels"], (0, 2), value=-100)[:, 2:]  # (batch, seq)
-        # Within a document, positions grow by one. Padding has no labels.
-        begins = F.pad(positions.diff(dim=-1) != 1, (0, 2), value=True)
-        begins = begins[:, :-1] | begins[:, 1:]
-        labels = labels.masked_fill(begins.expand(batch, -1).to(labels.device), -100)
+        # Within a document, positions grow by one. Padding has no labels, but may lie before tokens that have some.
+        begins = F.pad(positions.diff(dim=-1) != 1, (0, 2), value=True).expand(batch, -1)
+        given = arguments.get("attention_mask")
+        if isinstance(given, Tensor) and given.ndim == 2:
+            begins = begins | F.pad(given == 0, (0, 1)).to(begins.device)
+        labels = labels.masked_fill((begins[:, :-1] | begins[:, 1:]).to(labels.device), -100)
         count = labels.ne(-100).sum().clamp(min=1)
         total = arguments.get("num_items_in_batch")
         total = count if total is None else total

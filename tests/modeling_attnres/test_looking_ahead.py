@@ -1,6 +1,7 @@
 """Generation that looks ahead: a cache of delta attention goes back by drafted tokens, as if it had not read them."""
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -192,7 +193,9 @@ def compare(model, monkeypatch) -> Callable[..., None]:
         calls: list[int] = []
         forward, crop = model.forward, DynamicCache.crop
         dropped: list[int] = []
-        monkeypatch.setattr(model, "forward", lambda *args, **more: calls.append(1) or forward(*args, **more))
+        # `generate` reads the names of the arguments, and drops a mask of ones if there is one for a mask.
+        counted = functools.wraps(forward)(lambda *args, **more: calls.append(1) or forward(*args, **more))
+        monkeypatch.setattr(model, "forward", counted)
         monkeypatch.setattr(DynamicCache, "crop", lambda self, n: dropped.append(n) or crop(self, n))
         if cache is not None:
             options |= {CACHE: cache, "attention_mask": torch.ones_like(ids)}

@@ -13,6 +13,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDecod
 from attnres import AttnResKimiK3ForCausalLM
 from attnres.mtp_attnres import MultiTokenPrediction
 
+from ..caches import CACHE
 from . import kimi_k3_release as release
 
 drafts = pytest.mark.skipif(not hasattr(GenerationConfig(), "use_mtp"), reason="`transformers` has no `use_mtp`")
@@ -52,6 +53,23 @@ def test_random_drafts_change_no_token(backbones, backbone, fields):
     model = model_on(backbones, backbone, **fields)
     tokens, count = passes(model, use_mtp=True)
     assert torch.equal(tokens, passes(model)[0]) and count > 12
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param({"use_mtp": True}, marks=drafts), {"prompt_lookup_num_tokens": 3}], ids=["mtp", "lookup"]
+)
+def test_a_cache_may_hold_a_part_of_the_prompt(backbones, options):
+    model, cut = model_on(backbones, "kimi_linear"), PROMPT.shape[1] - 2
+    for padding in (0, 2):
+        prompt, mask = F.pad(PROMPT, (padding, 0)), F.pad(torch.ones_like(PROMPT), (padding, 0))
+        inputs = {"attention_mask": mask[:, : padding + cut]}
+        positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        caches = [model(prompt[:, : padding + cut], position_ids=positions, **inputs)[CACHE] for _ in range(2)]
+        inputs = {"attention_mask": mask, **options}
+        tokens = model.generate(prompt, **GREEDY, **inputs, **{CACHE: caches[0]})
+        assert torch.equal(tokens[:, padding:], model.generate(PROMPT, **GREEDY))
+    with pytest.raises(ValueError, match="has padding: pass all tokens of the prompt"):
+        model.generate(prompt[:, -2:], **GREEDY, **inputs, **{CACHE: caches[1]})
 
 
 @drafts
@@ -155,6 +173,15 @@ def test_the_loss_of_a_batch_that_is_accumulated_is_divided_by_all_labels(backbo
         parts = [model(row, labels=row, num_items_in_batch=torch.tensor(14)) for row in ids[:, None]]
     assert sum(part.loss for part in parts).item() == pytest.approx(whole.loss.item(), abs=1e-5)
     assert sum(part.mtp_loss for part in parts).item() / 2 == pytest.approx(whole.mtp_loss.item(), abs=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backbone", ["deepseek_v3", "kimi_linear"])
+def test_no_token_is_predicted_from_padding_before_a_text(backbones, backbone):
+    model = model_on(backbones, backbone, mtp_loss_weight=0.5).train()
+    padded, labels = F.pad(PROMPT, (3, 0)), F.pad(PROMPT, (3, 0), value=-100)
+    found = model(padded, attention_mask=F.pad(torch.ones_like(PROMPT), (3, 0)), labels=labels)
+    assert found.mtp_loss.item() == pytest.approx(model(PROMPT, labels=PROMPT).mtp_loss.item(), abs=1e-4)
 
 
 def test_a_layer_whose_loss_is_not_trained_is_frozen(backbones, tmp_path):
