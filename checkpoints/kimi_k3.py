@@ -23,7 +23,7 @@ from attnres.kimi_k3_configuration_attnres import COMPOSITE
 from attnres.kimi_k3_layout_attnres import PREFIX, prefix_of, read_release, read_vision
 from attnres.kimi_k3_packed_attnres import NVFP4
 from attnres.kimi_k3_shapes_attnres import released_shapes
-from attnres.kimi_k3_vision_configuration_attnres import is_of_vision
+from attnres.kimi_k3_vision_configuration_attnres import is_of_vision, vision_shapes
 from attnres.residual_attnres import FamilyWarning
 
 from .checkpoint import Checkpoint
@@ -120,20 +120,23 @@ def unused_tensors(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> froze
 
 
 def check_vision(checkpoint: Checkpoint, config: AttnResKimiK3Config) -> frozenset[str]:
-    """Check the vision part of a checkpoint, and return the names of its tensors; none where it has no such part.
+    """Check the vision part of a checkpoint, and return the names of the tensors that it reads, or none.
 
     Args:
         checkpoint: The headers of the weights.
         config: The configuration.
 
     Raises:
-        ValueError: A tensor is missing, or has another shape or dtype than it must have. The message names tensor and
-            file.
+        ValueError: A tensor is missing, or has another shape or dtype than it must have, and the message names tensor
+            and file; or a field of the vision part has a value that is not allowed.
     """
-    if config.vision_config is None or not _has_vision(checkpoint.entries):
+    vision: Any = config.vision_config
+    if vision is None or not _has_vision(checkpoint.entries):
         return frozenset()
+    vision.check_fields()
     with _naming_the_file(checkpoint):
-        return frozenset(read_vision(config, _in_files(checkpoint)))
+        used = vision_shapes(vision, config.hidden_size)
+        return frozenset(used.keys() & read_vision(config, _in_files(checkpoint)).keys())
 
 
 def _in_files(checkpoint: Checkpoint) -> dict[str, _TensorInFile]:

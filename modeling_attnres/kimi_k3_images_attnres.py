@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from io import BytesIO
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,15 @@ class AttnResKimiK3ImageProcessor(BaseImageProcessor):
             if value not in allowed:
                 one_of = " or ".join(map(repr, allowed))
                 raise ValueError(f"`{name}` of `{_SETTINGS}` is {value!r}, but must be {one_of}.")
+        # By others, images would become too small or black, or their pixels NaN.
+        for name in ("in_patch_limit", "patch_limit_on_one_side", "patch_size", "merge_kernel_size"):
+            if not isinstance(settings[name], int) or settings[name] < 1:
+                raise ValueError(f"`{name}` of `{_SETTINGS}` is {settings[name]!r}, but must be an integer >= 1.")
+        for name, least in (("image_mean", -math.inf), ("image_std", 0)):
+            values = settings[name]
+            is_list = isinstance(values, list | tuple) and all(isinstance(value, int | float) for value in values)
+            if not is_list or len(values) != 3 or not all(least < value < math.inf for value in values):
+                raise ValueError(f"`{name}` of `{_SETTINGS}` is {values!r}, but must be three numbers for the colours.")
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -224,6 +234,8 @@ def _open(image: Any) -> Image.Image:
     if isinstance(image, Image.Image):
         return image
     if isinstance(image, os.PathLike):
+        if os.path.exists(image) and not os.path.isfile(image):  # a pipe would keep the caller waiting
+            raise ValueError("it is not a file")
         return Image.open(image)
     if isinstance(image, bytes):
         return Image.open(BytesIO(image))
@@ -237,7 +249,7 @@ def _open(image: Any) -> Image.Image:
     if image.startswith("data:"):
         return Image.open(BytesIO(base64.b64decode(image.partition(",")[2])))
     if "." in image or os.path.exists(image):  # base64 has no dot
-        return Image.open(image)
+        return _open(Path(image))
     return Image.open(BytesIO(base64.b64decode(image)))
 
 

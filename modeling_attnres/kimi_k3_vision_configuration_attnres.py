@@ -12,7 +12,7 @@ from transformers.activations import ACT2FN
 from transformers.core_model_loading import Chunk, ConversionOps, PermuteForRope, WeightConverter, WeightRenaming
 from transformers.models.kimi_k25.configuration_kimi_k25 import Kimi_K25VisionConfig
 
-from .residual_attnres import is_count, one_of, require
+from .residual_attnres import is_count, is_number, one_of, require
 
 # Names in a released `config.json` -> names in the configuration. All other fields have one name.
 _NAMES = {
@@ -102,6 +102,8 @@ class AttnResKimiK3VisionConfig(Kimi_K25VisionConfig):
             require(self, name, is_count(getattr(self, name)), "an integer >= 1")
         for name in ("hidden_act", "projector_hidden_act"):
             require(self, name, getattr(self, name) in ACT2FN, one_of(ACT2FN))
+        epsilon = self.projector_ln_eps  # a negative one gives wrong values or NaN
+        require(self, "projector_ln_eps", is_number(epsilon) and 0 <= epsilon < float("inf"), "a finite number >= 0")
         unit = 4 * self.num_attention_heads  # a head has pairs for columns and for rows
         width = self.qkv_hidden_size
         require(self, "qkv_hidden_size", is_count(width) and width % unit == 0, f"a multiple of {unit}")

@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 from attnres.publishing.publication import make_publication
 
 from ..modeling_attnres.kimi_k3_seeing import write_seeing
-from .checkpoints import convert_well
+from .checkpoints import change_json, convert_well, run_attnres
 
 NAME = "preprocessor_config.json"
 CHAT = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (9, 5), "red")}]}]
@@ -58,3 +58,13 @@ def test_changed_settings_are_kept_on_the_way_back(folders, tmp_path):
 def test_a_published_model_has_its_processor(folders):
     publication = make_publication(folders / "converted")
     assert {NAME, "kimi_k3_images_attnres.py", "kimi_k3_processor_attnres.py"} <= publication.files.keys()
+
+
+def test_a_conversion_tells_what_of_a_vision_part_is_not_read_and_refuses_one_that_cannot_run(folders, tmp_path):
+    fewer, broken = (shutil.copytree(folders / "release", tmp_path / name) for name in ("fewer", "broken"))
+    vision = json.loads((fewer / "config.json").read_text())["vision_config"]
+    change_json(fewer / "config.json", vision_config=vision | {"vt_num_hidden_layers": 1})
+    change_json(broken / "config.json", vision_config=vision | {"projector_ln_eps": -1e-5})
+    assert "without the 6 tensors that this model does not read" in convert_well(fewer, tmp_path / "one").out
+    line = run_attnres("convert", broken, tmp_path / "two").error
+    assert "`projector_ln_eps` is -1e-05, but must be a finite number >= 0" in line and not (tmp_path / "two").exists()

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import shutil
 from io import BytesIO
 from pathlib import Path
@@ -187,6 +188,10 @@ def test_damaged_and_huge_files_are_refused_in_one_line(processor, tmp_path):
     (path := tmp_path / "huge.pbm").write_bytes(b"P4 100000 100000\n")
     with pytest.raises(ValueError, match=r"huge\.pbm has more than 178,956,970 pixels. Make it smaller"):
         processor.image_processor(path)
+    os.mkfifo(pipe := tmp_path / "pipe.png")  # reading it would wait for a writer
+    for given in (pipe, str(pipe)):
+        with pytest.raises(ValueError, match=r"pipe\.png cannot be read as an image \(it is not a file\)"):
+            processor.image_processor(given)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +228,19 @@ def test_empty_lists_of_images_are_no_images(processor):
     assert processor(text="x", images=[]) == processor(text=["x"], images=[[]]) == processor(text="x")
 
 
-@pytest.mark.parametrize("change", [{"fixed_output_tokens": 64}, {"transparent_bg_config": {"pattern": "dots"}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fixed_output_tokens": 64},
+        {"transparent_bg_config": {"pattern": "dots"}},
+        {"in_patch_limit": 0},
+        {"patch_size": -2},
+        {"merge_kernel_size": [2, 2]},
+        {"image_std": [0.5, 0.5, 0]},
+        {"image_mean": [float("nan")] * 3},
+        {"image_mean": None},
+    ],
+)
 def test_unknown_settings_are_refused(change):
     with pytest.raises(ValueError, match=r"of `media_proc_cfg` is .* but must be"):
         AttnResKimiK3ImageProcessor(RELEASED | change)

@@ -291,6 +291,8 @@ def test_a_checkpoint_without_a_whole_vision_part_is_refused_in_one_line(tmp_pat
         ("norm_type", "layernorm"),
         ("attn_bias", True),
         ("qkv_hidden_size", 26),
+        ("projector_ln_eps", -1e-5),
+        ("projector_ln_eps", float("nan")),
         ("init_pos_emb_width", 5),
         ("patch_size", 0),
     ],
