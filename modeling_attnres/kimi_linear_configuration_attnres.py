@@ -34,25 +34,8 @@ def is_kimi_k3(fields: Mapping[str, Any]) -> bool:
     return bool(names) or fields.get("hidden_act") == "situ" or is_counted_in_layers
 
 
-class AttnResConfig(ResidualConfig, KimiLinearConfig):
-    """Configuration of AttnRes on Kimi Linear: all fields of [`KimiLinearConfig`] and of [`ResidualConfig`]."""
-
-    model_type = "attnres"
-    backbone = "kimi_linear"
-    if TYPE_CHECKING:  # set in every configuration
-        layer_types: list[str]
-        mlp_layer_types: list[str]
-        num_experts_per_tok: int
-        topk_group: int
-        num_labels: int
-        num_nextn_predict_layers: int | None
-        v_head_dim: int
-    else:
-        num_nextn_predict_layers = 0  # not declared, so that a config.json holds it only if it was given
-
-    def __post_init__(self, **kwargs):
-        self.check_file({"hidden_act": self.hidden_act} | kwargs)
-        super().__post_init__(**kwargs)
+class _CheckedFile(KimiLinearConfig):
+    """Reads a `config.json` for `ResidualConfig`, which then replaces the model type that the file names."""
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs):
@@ -73,6 +56,27 @@ class AttnResConfig(ResidualConfig, KimiLinearConfig):
                 "these are fields of Kimi K3, and a Kimi Linear model would ignore them. Load it by "
                 "`AttnResKimiK3ForCausalLM.from_pretrained`, or by `AttnResKimiK3Config`."
             )
+
+
+class AttnResConfig(ResidualConfig, _CheckedFile):
+    """Configuration of AttnRes on Kimi Linear: all fields of [`KimiLinearConfig`] and of [`ResidualConfig`]."""
+
+    model_type = "attnres"
+    backbone = "kimi_linear"
+    if TYPE_CHECKING:  # set in every configuration
+        layer_types: list[str]
+        mlp_layer_types: list[str]
+        num_experts_per_tok: int
+        topk_group: int
+        num_labels: int
+        num_nextn_predict_layers: int | None
+        v_head_dim: int
+    else:
+        num_nextn_predict_layers = 0  # not declared, so that a config.json holds it only if it was given
+
+    def __post_init__(self, **kwargs):
+        self.check_file({"hidden_act": self.hidden_act} | kwargs)
+        super().__post_init__(**kwargs)
 
     def check_fields(self) -> None:
         """Check all fields of the family, and those of Kimi Linear whose mistakes would show late or not at all.
