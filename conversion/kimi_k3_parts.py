@@ -331,6 +331,7 @@ def prepare_rewriting(model: Checkpoint, parts: Checkpoint | None, pack: bool) -
         _check_can_pack(model)
     if parts is not None:
         _check_is_of(model, parts)
+        _check_keeps_all(model, parts)
     has_packed = is_packed(model)
     if not (pack or has_packed) and parts is not None and is_packed(parts):
         trained, released = _open(model), _open(parts)
@@ -384,6 +385,19 @@ def _check_is_of(model: Checkpoint, parts: Checkpoint) -> None:
         raise ValueError(
             f"{model.name} was not trained from {parts.name}: their tokenizers have other tokens. Give the release "
             "that it was trained from."
+        )
+
+
+def _check_keeps_all(model: Checkpoint, parts: Checkpoint) -> None:
+    """Raise `ValueError` if a model holds tensors that have no place in a release, such as a layer that was added."""
+    weights, released = (
+        {name.removesuffix(_PACKED).removesuffix(_SCALE) for name in _open(checkpoint).names}
+        for checkpoint in (model, parts)
+    )
+    if lost := sorted(weights - released):
+        raise ValueError(
+            f"{model.name} holds {counted(len(lost), 'weight')} that {parts.name} does not hold, such as `{lost[0]}`. "
+            "The result would lack them. Give a release that holds them, or leave out --with-parts."
         )
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, KimiLinearPreTrainedModel, PreTra
 
 from attnres import AttnResPreTrainedModel, ResidualConfig
 from attnres.checkpoints.checkpoint import Checkpoint
-from attnres.checkpoints.whole import load_whole, reading_only
+from attnres.checkpoints.whole import check_whole, load_whole, reading_only
 from attnres.mtp_attnres import MtpLayer, MultiTokenPrediction
 from attnres.residual_attnres import FamilyWarning
 from attnres.utils.quiet import quiet_transformers
@@ -263,12 +263,18 @@ def _load_layer_ahead(model: Any, source: PreTrainedModel, names: set[str]) -> N
         model: The retrofit, whose layer is on the meta device.
         source: The model that it is made from.
         names: The names of the layer's tensors in the model.
+
+    Raises:
+        ValueError: The checkpoint holds a part of the layer only.
     """
     layer: Any = MultiTokenPrediction.layer(model)
     if source.name_or_path:
         with quiet_transformers(), reading_only(type(model), names):
             config = deepcopy(model.config)
-            part = type(model).from_pretrained(source.name_or_path, config=config, dtype=source.dtype)
+            options = {"config": config, "dtype": source.dtype, "output_loading_info": True}
+            part, report = type(model).from_pretrained(source.name_or_path, **options)
+        # A part of the layer would be drawn at random; the whole one may be, if it is to be trained.
+        check_whole(part, names & {*report["missing_keys"]}, source.name_or_path, starts_anew=True)
         layer.load_state_dict(cast(MtpLayer, MultiTokenPrediction.layer(part)).state_dict(), assign=True)
     else:  # a new layer
         layer.to_empty(device="cpu").to(source.dtype)

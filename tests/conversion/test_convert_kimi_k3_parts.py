@@ -251,6 +251,7 @@ def become_llama(folder: Path) -> None:
     [
         (other_fields(num_experts=4), "`num_experts` is 8 there, and 4 in"),
         (other_fields(vocab_size=65), "`vocab_size` is 64 there, and 65 in"),
+        (other_fields(), "does not hold, such as `model.layers.7."),  # without the layer for multi-token prediction
         (other_fields(hidden_size=32), "`hidden_size` is 64 there, and 32 in"),
         (set_field("routed_scaling_factor", 1.0), "`routed_scaling_factor` is 1.7 there, and 1.0 in"),
         (give_other_tokenizers, "their tokenizers have other tokens"),

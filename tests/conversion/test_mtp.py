@@ -1,5 +1,6 @@
 """The layer for multi-token prediction of DeepSeek-V3, through retrofits in memory and conversions both ways."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from attnres.conversion import retrofit
 from attnres.mtp_attnres import MultiTokenPrediction
 
 from . import backbones
-from .checkpoints import change_json, convert_well, tensors_of
+from .checkpoints import change_json, change_tensors, convert_well, tensors_of
 
 LAYER = "model.layers.5."
 SHARED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
@@ -66,6 +67,14 @@ def test_a_retrofit_in_memory_reads_the_layer_from_the_checkpoint_of_its_source(
     ids = backbones.token_ids()
     with torch.no_grad():
         assert torch.allclose(by_model.eval()(ids).logits, loaded.eval()(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("lacks", ["eh_proj.weight", "self_attn.o_proj.weight", "mlp.gate.e_score_correction_bias"])
+def test_a_retrofit_draws_no_part_of_a_layer_that_the_checkpoint_lacks(source, tmp_path, lacks):
+    shutil.copytree(source, tmp_path / "damaged")
+    change_tensors(tmp_path / "damaged", {LAYER + lacks: None})
+    with pytest.raises(ValueError, match=rf"damaged is incomplete: it lacks `{LAYER}{lacks}`. Restore it"):
+        retrofit(tmp_path / "damaged", block_size=2)
 
 
 def test_a_retrofit_promises_no_layer_that_its_source_has_not(tmp_path):
