@@ -7,6 +7,7 @@ The result is padded to whole groups of patches and cut into patches. Videos are
 import base64
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from io import BytesIO
@@ -174,6 +175,15 @@ class AttnResKimiK3ImageProcessor(BaseImageProcessor):
         if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > 2 * Image.MAX_IMAGE_PIXELS:
             raise ValueError(_too_large(name))  # PIL checks files alone
         _reading(name, image.load)
+        if image.mode.startswith(("I", "F")):  # more than 8 bits
+            least, most = image.getextrema()
+            is_unit = image.mode == "F" and 0 < most <= 1
+            if is_unit or not (0 <= least <= most <= 255):
+                message = (
+                    f"{name} has values from {least:g} to {most:g}, but 0 is black and 255 white for the model, as for "
+                    "the released code. Scale them to 0 to 255."
+                )
+                warnings.warn(message, stacklevel=2)
         return image
 
     def preprocess(self, images: Any, return_tensors: str | TensorType | None = None) -> BatchFeature:

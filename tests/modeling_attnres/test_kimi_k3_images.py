@@ -180,6 +180,19 @@ def test_bad_images_are_refused_in_one_line(processor, given, message):
         assert "\n" not in str(refused.value)
 
 
+def test_grey_values_of_more_than_8_bits_do_not_become_white_or_black_in_silence(processor, tmp_path, recwarn):
+    ramp = torch.arange(16.0).view(4, 4)
+    for name, values, is_warned in (
+        ("bits.png", (ramp * 4000).to(torch.uint16), True),
+        ("shares.tiff", ramp / 15, True),
+        ("bytes.tiff", ramp * 17, False),
+    ):
+        Image.fromarray(values.numpy()).save(tmp_path / name)
+        recwarn.clear()
+        processor.image_processor(tmp_path / name)
+        assert any(f"{name} has values from 0 to" in str(warning.message) for warning in recwarn) == is_warned
+
+
 def test_damaged_and_huge_files_are_refused_in_one_line(processor, tmp_path):
     file = BytesIO()
     noise(300, 300).save(file, "PNG")
