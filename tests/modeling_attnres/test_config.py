@@ -14,6 +14,7 @@ from attnres import (
     ResidualConfig,
 )
 from attnres.connections_attnres import ATTENTION_CHANGES
+from attnres.residual_attnres import norm_eps
 
 BUILT_IN = dict(CONNECTIONS)  # tests add others
 
@@ -167,3 +168,9 @@ def test_a_subclass_with_fields_of_its_own_can_be_made_saved_and_read(backbones,
     config = MyConfig.from_pretrained(tmp_path)
     assert config.extra == 4
     assert AttnResLlamaForCausalLM(config).config is config
+
+
+def test_the_norms_of_connections_have_the_epsilon_of_the_backbones_norms(backbones):
+    config = backbones.member_config("gpt_neox", layer_norm_eps=1e-4, rms_norm_eps=0.5)  # it has no such field
+    assert norm_eps(config) == 1e-4
+    assert norm_eps(backbones.member_config("llama", rms_norm_eps=1e-3)) == 1e-3
