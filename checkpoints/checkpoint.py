@@ -39,7 +39,7 @@ from .pickles import read_pickle_shapes
 from .shards import DTYPES, Shard, StoredTensor, read_pieces, read_shard
 from .sizes import check_sizes
 from .source_files import PIPELINES, check_file, check_no_pipe, read_object
-from .tokenizers import NoTokenizerError, load_tokenizer
+from .tokenizers import NoTokenizerError, load_beside_config
 
 NAMED_WEIGHTS = "transformers_weights"  # the field in which a configuration may name the file of its weights
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -217,7 +217,7 @@ class Checkpoint:
             # The configuration may be read by a class that is not the model's: that of Kimi Linear for the text model
             # of Kimi K3. Its warnings do not concern the tokenizer.
             with quiet_transformers():
-                return load_tokenizer(self.folder)
+                return load_beside_config(self.folder)
         except NoTokenizerError:
             return None  # it needs its code, or a package that may not be here
 

@@ -54,6 +54,13 @@ def load_tokenizer(
             The message is one line that names `source` or the file.
     """
     _check_config(source, options.get("revision"))
+    return load_beside_config(source, remedy=remedy, trust_remote_code=trust_remote_code, **options)
+
+
+def load_beside_config(
+    source: str | os.PathLike, *, remedy: str = "", trust_remote_code: bool = False, **options: Any
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer beside a `config.json` whose sizes were checked; see `load_tokenizer` for all else."""
     hub = {key: options[key] for key in ("revision", "subfolder", "token") if key in options}
     tokenizer_config = get_tokenizer_config(source, **hub)
     if (released := read_kimi_tokenizer(source, tokenizer_config, **hub)) is not None:

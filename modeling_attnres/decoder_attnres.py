@@ -134,11 +134,11 @@ class DepthReader:
         plan: the plan that reads in place of the connections, or `None`; see [`ResidualConnection.inference_plan`] and
             [`ResidualConnection.training_plan`].
         last: index of the last layer of the pass.
+        receiver: receives the input of the final norm, if a head asked. Compiled checkpointing allows no such effect.
     """
 
-    def __init__(self, model: "ResidualModel | None" = None, plan: Any = None, last: int | None = None):
-        self.model, self.plan, self.last = model, plan, last
-        self.output: Any = None  # after the last layer, the input of the final norm
+    def __init__(self, model: Any = None, plan: Any = None, last: int | None = None, receiver: Receiver | None = None):
+        self.model, self.plan, self.last, self.receiver = model, plan, last, receiver
 
     def read(self, owner: nn.Module, name: str, state: DepthState, first: str | None = None) -> tuple[Any, ...]:
         """Read the input of a sublayer.
@@ -152,7 +152,6 @@ class DepthReader:
         Returns:
             The input `[batch, seq, hidden]`, whether `first` has been applied to it already, and the state after the
             read.
-
         """
         connection: Any = owner._modules[f"{name}_proj"]
         if self.plan is not None and not torch.compiler.is_compiling():
@@ -174,8 +173,10 @@ class DepthReader:
         """
         if self.model is None or layer_idx != self.last:
             return state
-        self.output = self.read(self.model, "output_attn_res", state)[0]
-        return self.output
+        inputs = self.read(self.model, "output_attn_res", state)[0]
+        if self.receiver is not None:
+            self.receiver.unnormed = inputs
+        return inputs
 
 
 class ResidualModel(ResidualPreTrainedModel):
@@ -319,13 +320,13 @@ class ResidualModel(ResidualPreTrainedModel):
         # `zip` ends with `args`, the arguments that were given by position.
         arguments = self.prepare_rows(dict(zip(self.argument_names, args)) | kwargs)
         # The backbone's loop passes extra arguments on to every layer, so `reader` reaches the layers.
-        reader = DepthReader(self, plan, last=number - 1)
+        reader = DepthReader(self, plan, last=number - 1, receiver=receiver)
         outputs = super().forward(reader=reader, **arguments | {"return_dict": True})
         for name in records.keys() & {*SUMS}:
             connection: Any = self._modules["output_attn_res_proj"]
             outputs[name] = sums_of(connection, name, outputs[name], records[name])
         if receiver is not None:
-            receiver.outputs, receiver.unnormed, receiver.arguments = outputs, reader.output, arguments
+            receiver.outputs, receiver.arguments = outputs, arguments
         return outputs
 
 

@@ -350,12 +350,10 @@ class ResidualNorm(nn.Module):
 
 
 def norm_eps(config: PreTrainedConfig) -> float:
-    """Return the epsilon of the backbone's own norms."""
+    """Return the epsilon of the backbone's own norms. Declared fields come first: a file may hold unread others."""
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
-    # Fields that the class declares come first: a file may hold others, which the backbone's norms do not read.
-    return next(
-        (getattr(config, name) for owner in (type(config), config) for name in names if hasattr(owner, name)), 1e-6
-    )
+    values = (getattr(config, name) for owner in (type(config), config) for name in names if hasattr(owner, name))
+    return next(values, 1e-6)
 
 
 def residual_tensors(model: nn.Module) -> dict[str, nn.Parameter]:

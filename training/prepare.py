@@ -167,8 +167,8 @@ def open_tokenizer(name: str, remedy: str = "", trust_remote_code: bool = False)
     return tokenizer
 
 
-def open_processor(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> AttnResKimiK3Processor | None:
-    """Load the processor of the model of a recipe with `images`; return `None` for a recipe without.
+def open_processor(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> AttnResKimiK3Processor:
+    """Load the processor of the model of a recipe with `images`.
 
     Args:
         recipe: The recipe of the run.
@@ -177,8 +177,6 @@ def open_processor(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> AttnRe
     Raises:
         ValueError: The model reads no images, or has no image processor.
     """
-    if not recipe.images:
-        return None
     source = recipe.source
     if getattr(source.config(**recipe.config_fields), "vision_config", None) is None:
         raise ValueError(f"{recipe.model} reads text alone, but `images` of the recipe is true: leave out `images`.")

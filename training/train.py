@@ -107,7 +107,7 @@ def _train_in_folder(
             if arguments.load_best_model_at_end:
                 check_best(Path(checkpoint))
         tokenizer, config = prepare_source(recipe, name)
-        processor = open_processor(recipe, tokenizer)
+        processor = open_processor(recipe, tokenizer) if recipe.images else None
         data = prepare_data(recipe, tokenizer, processor)
         set_steps(arguments, recipe, recipe.count_steps(data.sequences))
         digests, resuming = data.digests, []

@@ -77,7 +77,7 @@ def test_the_command_trains_stores_and_goes_on(assets, tmp_path):
     model, tokenizer = (auto.from_pretrained(kept[0]) for auto in (AutoModelForCausalLM, AutoTokenizer))
     assert len(tokenizer) == model.config.vocab_size
     page = (tmp_path / "r" / "runs.md").read_text()
-    assert re.search(r"\| Full \| 0.004 \| 2 \| .* ± .* \| .* ± .* \|", page)
+    assert re.search(r"\| Full \| 0\.004 \| 2 \| \d\.\d+ \| [+-]\d\.\d+ \[.*, .*\]", page)
     assert "| Full | 0.004 | 2 |" in done.stdout
     again = run(tmp_path, *shorter, "--keep", tmp_path / "others")
     assert "Runs stored: 6 of 6." in again.stdout and "its model is not kept" in again.stdout

@@ -17,6 +17,7 @@ ELSEWHERE = {
     'python -c "import attnres; from transformers.cli': "serves without end; tests/modeling_attnres/test_tools.py",
     "attnres inspect attnres-demo/model --serve": "serves without end; tests/commands/test_inspect.py",
     "lm_eval run": "needs all 15 data sets; tests/eval/test_command.py, with some",
+    "attnres train pretrain model=attnres-194m mtp_loss_weight": "takes days; tests/training/test_train.py",
     "accelerate launch": "takes several devices; tests/training/parallel/test_many_devices.py, with two processes",
     "python -m venv --system-site-packages peers": "as `pip install`",
     "peers/bin/p": "packages of a registry; tests/benchmarks/test_host.py, with what is installed",

@@ -127,7 +127,7 @@ def check_kimi_k3(folder: Path, printed: str, hub: Hub) -> None:
     assert printed.count("Verified: ") == 4  # and `convert` fails where the functions differ
     assert printed.count("Not the same function: experts were packed as MXFP4") == 2
     assert any(name.endswith("weight_packed") for name in load_file(folder / "my-k3-packed" / "model.safetensors"))
-    assert "blocks of 4 layers" in printed
+    assert "2 blocks of 2 layers" in printed
     assert "The weights are in the released layout of Kimi K3" in printed
     before, after = (load_file(folder / name / "model.safetensors") for name in ("my-k3-text", "my-k3-again"))
     assert before.keys() == after.keys()
