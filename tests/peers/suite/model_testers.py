@@ -25,6 +25,7 @@ from transformers.models.auto import modeling_auto
 import attnres
 from attnres import kimi_k3_attnres
 from attnres.kimi_k3_layout_attnres import layout_rules
+from attnres.kimi_k3_vision_configuration_attnres import vision_rules
 
 from . import test_expert_parallel_mixin, test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin
 from .test_training_mixin import TrainingTesterMixin
@@ -190,7 +191,7 @@ class BlocksOf3(OnKimiLinear, unittest.TestCase):
 
 
 # Kimi K3 refuses a checkpoint that lacks a tensor. Tests of what becomes of missing tensors need the check to be off.
-accept_missing_tensors = mock.patch.object(kimi_k3_attnres, "read_release", lambda config, tensors, has_head: tensors)
+accept_missing_tensors = mock.patch.object(kimi_k3_attnres, "read_release", lambda config, tensors, *has: tensors)
 
 
 class KimiK3(AttnResSuite, unittest.TestCase):
@@ -206,12 +207,13 @@ class KimiK3(AttnResSuite, unittest.TestCase):
         self.addCleanup(patch.stop)
 
     def test_reverse_loading_mapping(self):
-        # The rules of loading take packed experts too, of which these models have no tensor.
+        # The rules of loading take packed experts and a vision part too, of which these models have no tensor.
         register, kind = (
             conversion_mapping.register_checkpoint_conversion_mapping,
             attnres.AttnResKimiK3Config.model_type,
         )
-        plain = [rule for rule in layout_rules() if not re.search("packed|scale", str(rule.source_patterns))]
+        of_text = layout_rules()[len(vision_rules()) :]
+        plain = [rule for rule in of_text if not re.search("packed|scale", str(rule.source_patterns))]
         register(kind, plain, overwrite=True)
         self.addCleanup(register, kind, layout_rules(), overwrite=True)
         super().test_reverse_loading_mapping()
