@@ -204,11 +204,11 @@ def check_model(recipe: Recipe, name: str) -> None:
     """
     source = recipe.source
     config = source.config(**recipe.config_fields)
-    if recipe.mtp_loss_weight and recipe.retrofit is None:
+    if recipe.mtp_loss_weight:
         if not isinstance(config, ResidualConfig):
             raise ValueError(
                 f"`mtp_loss_weight` of the recipe is {recipe.mtp_loss_weight:g}, but {recipe.model} is not a model of "
-                "the family: convert it by `attnres convert` first, or add 'retrofit={}'."
+                "the family: convert it by `attnres convert` first."
             )
         config.check_fields()  # not every backbone has such a layer
     if getattr(config, "packed_experts", False):

@@ -263,6 +263,11 @@ class Recipe:
                 "`lora` and `retrofit` of the recipe exclude each other, since an adapter's base has to be on disk: "
                 "run `attnres convert` first, and leave `retrofit` out."
             )
+        if self.mtp_loss_weight and self.retrofit is not None:
+            raise ValueError(
+                "`mtp_loss_weight` and `retrofit` of the recipe exclude each other: run `attnres convert` first, which "
+                "keeps the layer for multi-token prediction, and leave `retrofit` out."
+            )
         if self.lora is not None and self.source.is_named:
             raise ValueError(f"{self.model} starts from scratch: an adapter would have no base. Leave out `lora`.")
         for name, needed in (("merge", "lora"), ("held_out_split", "held_out")):

@@ -110,6 +110,7 @@ def test_a_run_has_the_smaller_number_of_steps_by_tokens_and_by_epochs(lengths, 
         (("epochs=2", "streaming=true"), "The length of a stream is not known before it ends: give `steps` or "),
         (("epochs=0",), "`epochs` of the recipe is 0, but must be greater than 0."),
         (("lora={rank: 2}", "retrofit={block_size: 2}"), "an adapter's base has to be on disk"),
+        (("mtp_loss_weight=0.3", "retrofit={}"), "`mtp_loss_weight` and `retrofit` of the recipe exclude each other"),
         (("mtp_loss_weight=-1",), "`mtp_loss_weight` of the recipe is -1, but must be at least 0."),
         (
             ("mtp_loss_weight=0.3", "trainer.label_smoothing_factor=0.1"),
