@@ -263,11 +263,15 @@ def _tools(row: dict[str, Any]) -> list | None:
     return tools or None
 
 
+def is_image(part: Any) -> bool:
+    """Return whether a part of a message's content is an image."""
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
 def image_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a message's content that are images."""
     content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    return [part for part in parts if isinstance(part, dict) and part.get("type") in ("image", "image_url")]
+    return [*filter(is_image, content)] if isinstance(content, list) else []
 
 
 def _common_prefix(first: list[int], second: list[int]) -> int:
@@ -276,4 +280,4 @@ def _common_prefix(first: list[int], second: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-__all__ = ["IGNORED", "encode_chat", "image_parts"]
+__all__ = ["IGNORED", "encode_chat", "image_parts", "is_image"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from attnres.utils.extras import require_extra
@@ -22,7 +23,7 @@ from attnres.utils.wording import counted
 
 from . import IGNORED
 from .blocks import DIGEST, build_once, select_rows
-from .chat import encode_chat, image_parts
+from .chat import encode_chat, image_parts, is_image
 from .documents import DataSpec, Documents, Skipped, key_of
 from .loaders import Document
 
@@ -147,7 +148,7 @@ def _with_sizes(
             raise ValueError("a result of a tool holds an image. Put it into a message of the user.")
         content = []
         for part in message["content"]:
-            if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+            if is_image(part):
                 source = next((part[key] for key in ("image", "path", "bytes") if part.get(key) is not None), None)
                 source = next(waiting, None) if source is None else source
                 if source is None:
@@ -210,12 +211,9 @@ def collate_images(processor: Any, rows: Sequence[Mapping[str, Any]]) -> dict[st
     if not images:
         side = image_processor.patch_size * image_processor.merge_size
         images = [torch.zeros(3, side, side, dtype=torch.uint8)]
-        behind = {"input_ids": processor.image_token_id, "attention_mask": 0, "labels": IGNORED}
-        for name, value in behind.items():
-            column = torch.zeros(len(rows), 1, dtype=torch.long)
-            column[-1] = value  # one token of the image, in the last row
-            column[:-1] = IGNORED if name == "labels" else 0
-            batch[name] = torch.cat([batch[name], column], dim=1)
+        for name, padding in {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}.items():
+            batch[name] = F.pad(batch[name], (0, 1), value=padding)
+        batch["input_ids"][-1, -1] = processor.image_token_id  # the one token of the image, in the last row
     prepared = image_processor(images, return_tensors="pt")
     return batch | {
         "pixel_values": prepared["pixel_values"],
