@@ -213,6 +213,7 @@ class Checkpoint:
         """
         if not self.tokenizer_files or self.kimi_tokenizer is not None:
             return self.kimi_tokenizer
+        check_sizes(self.config_path, self.fields)
         try:
             # The configuration may be read by a class that is not the model's: that of Kimi Linear for the text model
             # of Kimi K3. Its warnings do not concern the tokenizer.
