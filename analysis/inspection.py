@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.configuration.counting import count_loaded
-from attnres.conversion.family import describe_connection
+from attnres.family import describe_connection
 from attnres.utils.token_ids import check_token_ids
 
 from .attention_sinks import AttentionSinks, attention_sinks

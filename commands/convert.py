@@ -19,9 +19,9 @@ from attnres.checkpoints.copies import copyable
 from attnres.checkpoints.kimi_k3 import describe_layout
 from attnres.conversion.convert import Conversion
 from attnres.conversion.convert_kimi_k3 import prepare_kimi_k3
-from attnres.conversion.family import describe_connection
 from attnres.conversion.kimi_k3_parts import prepare_rewriting
 from attnres.conversion.verify import MAX_CHARACTERS, MEMORY_OF_LOGITS, PROMPTS, compare
+from attnres.family import describe_connection
 from attnres.publishing.cards import CardSubject, on_hub, write_card
 from attnres.publishing.markdown import link_model
 from attnres.utils.files import atomic_directory

@@ -94,11 +94,6 @@ def backbone_config(config: ResidualConfig) -> PreTrainedConfig:
     return CONFIG_MAPPING[config.backbone].from_dict(fields)
 
 
-def describe_connection(config: Any) -> str:
-    """Return the residual connection of a model's configuration in a few words, for cards and reports."""
-    return CONNECTIONS[config.residual_connection].describe(config)
-
-
 def retrofit_config(config: PreTrainedConfig, residual: str = DEFAULT_CONNECTION, **options: Any) -> ResidualConfig:
     """Return the configuration that a retrofit gives a standard decoder.
 
@@ -287,7 +282,6 @@ __all__ = [
     "DEFAULT_CONNECTION",
     "added_tensors",
     "backbone_config",
-    "describe_connection",
     "differs_from_ungated",
     "differs_from_unmixed",
     "is_gated",

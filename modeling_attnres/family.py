@@ -245,6 +245,11 @@ def _remedy(name: str) -> str:
     return did_you_mean(name, [*__all__, *on_backbones], otherwise_all=False)
 
 
+def describe_connection(config: Any) -> str:
+    """Return the residual connection of a model's configuration in a few words, for cards and reports."""
+    return CONNECTIONS[config.residual_connection].describe(config)
+
+
 def _load_connections(name: str, path: Path | None = None) -> None:
     """Import a module, and register the residual connections that it declares.
 

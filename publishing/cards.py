@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from attnres import AttnResKimiK3Config, ResidualConfig
 from attnres.checkpoints.kimi_k3 import describe_layout
 from attnres.checkpoints.source_files import check_file
-from attnres.conversion.family import DEFAULT_CONNECTION, describe_connection
+from attnres.conversion.family import DEFAULT_CONNECTION
+from attnres.family import describe_connection
 from attnres.utils.files import atomic_write
 from attnres.utils.hub import is_hub_id
 

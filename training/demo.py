@@ -38,9 +38,10 @@ from attnres.analysis.loss_figures import plot_paired_runs
 from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.configuration import count_parameters
 from attnres.conversion import retrofit
-from attnres.conversion.family import describe_connection, retrofit_config
+from attnres.conversion.family import retrofit_config
 from attnres.conversion.retrofit import load_source
 from attnres.conversion.verify import compare
+from attnres.family import describe_connection
 from attnres.utils.files import atomic_directory, atomic_write
 from attnres.utils.intervals import Interval
 from attnres.utils.model_files import DEMO_ATTENTION, DEMO_LOSSES, DEMO_MODEL, DEMO_RESULTS, WRITTEN_DEMO

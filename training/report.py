@@ -25,7 +25,7 @@ from attnres.checkpoints.kimi_k3 import describe_left_out
 from attnres.checkpoints.side_files import save_tokenizer
 from attnres.checkpoints.source import ModelSource
 from attnres.configuration.counting import count_stored
-from attnres.conversion.family import describe_connection
+from attnres.family import describe_connection
 from attnres.publishing.cards import CARD, CardSubject, write_card
 from attnres.publishing.markdown import code, link, link_model
 from attnres.utils.errors import is_lost_connection, is_timeout, why_not_written

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnres.conversion.family import describe_connection
+from attnres.family import describe_connection
 from attnres.hyper_connections_attnres import HyperConnections
 from attnres.residual_attnres import residual_tensors
 

@@ -17,7 +17,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from attnres import AttnResKimiK3Config, AttnResKimiK3ForCausalLM, delta_attention_attnres, peft_modules_to_save
 from attnres.accelerated import delta_attention
 from attnres.configuration import count_parameters, load
-from attnres.conversion.family import describe_connection
+from attnres.family import describe_connection
 from attnres.kimi_k3_attnres import KimiK3DeltaAttention, situ
 from attnres.kimi_k3_shapes_attnres import released_shapes
 from attnres.padding_attnres import Rows

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResKimiK3Config, AttnResKimiK3ForCausalLM, AttnResKimiK3Model
-from attnres.conversion.family import describe_connection
+from attnres.family import describe_connection
 from attnres.kimi_k3_packed_attnres import decode_mxfp4
 from attnres.kimi_k3_packing_attnres import encode_mxfp4
 from attnres.kimi_k3_shapes_attnres import released_shapes
