@@ -34,7 +34,7 @@ from attnres.utils.files import atomic_directory
 from attnres.utils.model_files import WRITTEN_ADAPTER
 
 _ROOT = "base_model.model."  # PEFT's prefix of all names
-# A part of a name here, the same part in a released checkpoint, and a pattern of what follows it in either.
+# Parts of tensor names that differ: the part in our models, the part in releases, and a pattern that must follow both.
 _RENAMED = (
     (".self_attn.forget_gate.", ".self_attn.", "(?=f_[ab]_proj|A_log|dt_bias)"),
     (".mlp.", ".block_sparse_moe.", "(?!(?:gate|up|down)_proj)"),  # dense layers have `mlp` there too

@@ -183,7 +183,7 @@ class LanguageModel(TemplateLM):
         from peft import PeftModel
 
         if getattr(model.config.get_text_config(), "packed_experts", False):
-            # PEFT only warns that it finds no parameters of experts, and the scores would be those of another model.
+            # PEFT would load the adapter without its experts and only warn. The scores would then be wrong.
             raise ValueError(
                 "PEFT does not load an adapter onto packed experts: leave out `packed_experts`, or give the model of "
                 "`attnres.training.lora.load_adapter` as `pretrained`."

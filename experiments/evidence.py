@@ -1,4 +1,4 @@
-"""What the stored runs say of each residual connection, for `attnres list connections`.
+"""Count ties, gains and losses of each residual connection in the stored runs, for `attnres list connections`.
 
 The command needs no runs and no PyTorch: it reads the file that [`report`] writes from [`of`].
 """

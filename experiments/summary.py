@@ -68,7 +68,7 @@ class Lead:
 
     @property
     def is_paper(self) -> bool:
-        """Whether the paper reports it."""
+        """Return whether the paper reports this experiment."""
         return self.source.startswith(PAPER)
 
     @property

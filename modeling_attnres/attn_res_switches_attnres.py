@@ -38,7 +38,7 @@ class SwitchedAttnResFields(AttnResFields):
     `"sum"`, which at zero queries is the residual stream. Neither is multiplied by the number of sources."""
 
     attn_res_key_norm: bool = True
-    """Whether keys are normed; if not, `k_i = s_i`."""
+    """`True` norms the keys; with `False`, `k_i = s_i`."""
 
     attn_res_heads: int = 1
     """Number H of heads, a divisor of `hidden_size`: each group of channels has its own softmax. The key norm is over
@@ -58,7 +58,7 @@ class SwitchedAttnResFields(AttnResFields):
     sum of an unfinished block."""
 
     attn_res_count_prior: bool = False
-    """Whether `log(number of outputs summed in the source)` is added to each logit."""
+    """`True` adds `log(number of outputs summed in the source)` to each logit."""
 
     attn_res_gated: bool = False
     """`True` adds depth attention to the residual stream: `h = v_0 + .. + v_{l-1} + gamma_l sum_i a_i s_i`. The scalar

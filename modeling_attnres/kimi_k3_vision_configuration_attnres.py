@@ -63,7 +63,7 @@ class AttnResKimiK3VisionConfig(Kimi_K25VisionConfig):
     """Activation of the projector."""
 
     projector_ln_eps: float = 1e-5
-    """Epsilon of the norm at the projector's end. The norms of the tower have another, which is no field."""
+    """Epsilon of the norm at the projector's end. The norms of the tower have a fixed one."""
 
     @property
     def head_dim(self) -> int:

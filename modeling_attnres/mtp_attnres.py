@@ -35,7 +35,7 @@ except ImportError:  # an older `transformers`, whose `generate` has no `use_mtp
 # The backbones whose released weights have such layers, or whose descendants have -> whether the layer reads the output
 # of the final norm, and not its input (Kimi K3 in vLLM).
 _BACKBONES = {"deepseek_v3": True, "kimi_linear": False}
-# The tensors of the layer beside those of its block.
+# Names of the tensors that the layer adds to those of a plain decoder layer.
 _OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 # Released weights also hold copies of the model's embedding and head for the layer, which nothing reads.
 _COPIES = r"layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"

@@ -26,7 +26,7 @@ Recurrence = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class RecordedPass(NamedTuple):
-    """What delta attention reads of the last tokens of one forward pass."""
+    """A record of one forward pass: the inputs of delta attention at its last tokens, and the state before them."""
 
     state: Tensor | None
     """`[batch, heads, d_k, d_v]`, the state before these tokens; `None` before the first token."""

@@ -392,11 +392,9 @@ def routers(model: nn.Module) -> list[nn.Module]:
     ahead = MultiTokenPrediction.layer(model)
     is_idle = ahead is not None and not any(parameter.requires_grad for parameter in ahead.parameters())
     idle = {*ahead.modules()} if ahead is not None and is_idle else set()
+    modules = [module for module in model.modules() if module not in idle]
     # Some models store the bias as a buffer, others as a parameter.
-    has_bias = (
-        m for m in model.modules() if (m._buffers.get(BIAS) is not None) | (m._parameters.get(BIAS) is not None)
-    )
-    return [module for module in has_bias if module not in idle]
+    return [m for m in modules if m._buffers.get(BIAS) is not None or m._parameters.get(BIAS) is not None]
 
 
 def balance_step(bias: Tensor, load: Tensor, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""What `attnres list connections` tells of the stored runs: counted anew from the files, by scipy's paired t-test."""
+"""Hold the verdicts of `attnres list connections` to the stored runs, counted anew by scipy's paired t-test."""
 
 import json
 from collections import Counter
