@@ -9,12 +9,17 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_harness(tmp_path_factory):
-    """Prepare data sets in a temporary folder, and let lm_eval compile each template only once."""
+    """Prepare data sets in a temporary folder, and let lm_eval compile each template only once.
+
+    Commands that a test starts prepare them there too, so that no test depends on the data sets of the user.
+    """
     import datasets
     from lm_eval import utils
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        folder = tmp_path_factory.mktemp("datasets")
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+        patch.setenv("HF_DATASETS_CACHE", str(folder))
         patch.setattr(utils.env, "from_string", cache(utils.env.from_string))
         yield
 
