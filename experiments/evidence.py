@@ -58,7 +58,7 @@ def of(comparisons: Iterable[DeclaredComparison]) -> dict[str, dict[str, Any]]:
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     """Tabulate what [`of`] returns."""
     words = ("lower", TIE, "higher")
-    rows = [["name", "experiments here", *words, f"{MINUS}, in the comparison of most"]]
+    rows = [["name", "experiments here", *words, f"{MINUS}, all in one experiment"]]
     for name, told in found.items():
         counts = [str(told[key]) for key in ("experiments", *words)]
         rows.append([f"`{name}`", *counts, told.get("loss", "not compared there")])

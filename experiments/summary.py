@@ -1,7 +1,8 @@
 """Block AttnRes against the residual stream in every experiment from scratch, beside what others report.
 
 Leads that were measured here come from the stored runs, leads that others report from `published.yaml`. The figure has
-a line for each: the difference of the losses at equal tokens with its interval, and below it the one at equal time.
+a line for each: the difference of the losses at equal tokens with its interval, and below it the one at equal time,
+of compiled steps where those were timed.
 """
 
 import math
@@ -184,10 +185,11 @@ def table(leads: Sequence[Lead]) -> str:
 
 def verdicts(leads: Sequence[Lead]) -> str:
     """Count the experiments in which Block AttnRes is lower, ties or is higher, at equal tokens and at equal time."""
-    tokens = _counted([lead.difference for lead in leads])
-    # The compiled step where it was measured.
-    times = _counted([list(lead.equal_time.values())[-1] for lead in leads if lead.equal_time])
-    return f"At equal tokens Block AttnRes is {tokens}; at equal time it is {times}."
+    text = f"At equal tokens Block AttnRes is {_counted([lead.difference for lead in leads])}."
+    for way in WAYS:
+        if times := [lead.equal_time[way] for lead in leads if way in lead.equal_time]:
+            text += f" At equal time, {TITLES[way]}, it is {_counted(times)}."
+    return text
 
 
 def _counted(differences: Sequence[Interval]) -> str:
@@ -234,7 +236,7 @@ def _draw(here: Sequence[Lead], others: Sequence[Lead]) -> Drawing:
     }
     lines = [lead for leads, *_ in groups.values() for lead in leads]
     heights = {id(lead): -line for line, lead in enumerate(lines)}
-    figure = column(1.4 + 0.17 * len(lines))
+    figure = column(1.8 + 0.17 * len(lines))
     axes = figure.subplots()
     axes.axvline(0, color="black", linewidth=0.8)
     for title, (leads, color, marker) in groups.items():
@@ -244,16 +246,19 @@ def _draw(here: Sequence[Lead], others: Sequence[Lead]) -> Drawing:
         places = [(lead.difference.mean, heights[id(lead)]) for lead in leads]
         axes.errorbar(*zip(*places), xerr=widths, fmt=marker, color=color, capsize=2, markersize=4, label=title)
     # A compiled step is the fairer one. The eager one stands in where no other was measured.
-    times = [(lead, [lead.equal_time[way] for way in WAYS if way in lead.equal_time]) for lead in here]
-    if timed := [(lead, of[-1]) for lead, of in times if of]:
-        places = [(time.mean, heights[id(lead)] - 0.32) for lead, time in timed]
-        style = {"marker": "o", "markerfacecolor": "white", "color": "tab:blue", "markersize": 4, "linewidth": 0}
-        axes.plot(*zip(*places), **style, label="here, equal time")
+    timed = [(lead, way) for lead in here if (way := next((way for way in WAYS[::-1] if way in lead.equal_time), ""))]
+    for way, marker in zip(WAYS, "o^"):
+        if of_way := [(lead.equal_time[way], heights[id(lead)] - 0.32) for lead, its_way in timed if its_way == way]:
+            places = [(time.mean, height) for time, height in of_way]
+            style = {"fmt": marker, "color": "tab:blue", "markerfacecolor": "white", "markersize": 4, "elinewidth": 0.6}
+            widths = [time.half_width or math.nan for time, _ in of_way]
+            axes.errorbar(*zip(*places), xerr=widths, **style, label=f"here, equal time, {TITLES[way]}")
     axes.set_yticks([*heights.values()], [f"{lead.name} ({lead.per_parameter})" for lead in lines])
     axes.set_ylim(-len(lines) + 0.3, 0.7)
     axes.grid(axis="x", alpha=0.3)
     figure.suptitle("Parameters, model (training tokens per parameter)", fontsize=SMALL + 1)
-    meaning = "below 0 Block is better; bars: 95% intervals"
+    meaning = "below 0 Block is better; bars: 95% intervals, if reported"
     figure.supxlabel(f"loss of Block AttnRes minus standard, nats/token\n{meaning}", fontsize=SMALL + 1)
-    axes.legend(frameon=False, loc="upper left", fontsize=SMALL)
+    # Below the axes and its tick labels: no corner of the axes is free of points in every figure.
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, -0.05), ncols=2, fontsize=SMALL)
     return figure

@@ -59,8 +59,8 @@ def test_at_equal_time_a_step_that_takes_twice_as_long_has_half_the_tokens(compa
     assert row.startswith("| [claim-tiny](results/claim-tiny.json), Block, S=2 | 8 |")
     assert "| 2 | -0.2500 [-3.4266, +2.9266], tie | +0.25 [-2.93, +3.43], tie | not measured | one rate, from" in row
     assert summary.verdicts([lead]) == (
-        "At equal tokens Block AttnRes is lower in 0 of 1 experiments, tied in 1 and higher in 0; at equal time it is "
-        "lower in 0 of 1 experiments, tied in 1 and higher in 0."
+        "At equal tokens Block AttnRes is lower in 0 of 1 experiments, tied in 1 and higher in 0. At equal time, not "
+        "compiled, it is lower in 0 of 1 experiments, tied in 1 and higher in 0."
     )
 
 
@@ -102,9 +102,15 @@ def test_each_lead_of_others_names_its_source():
 
 @pytest.mark.slow
 def test_the_figure_names_its_leads(comparison, tmp_path):
+    ratio = {BLOCK: {"median": 2.0, "low": 2.0, "high": 2.0}}
     with comparison.store.update():
-        comparison.store.costs = {"ratios": {"compiled": {BLOCK: {"median": 2.0, "low": 2.0, "high": 2.0}}}}
-    summary.plot(summary.leads_of([comparison]), summary.published(), tmp_path / "figure.svg")
+        comparison.store.costs = {"ratios": {"eager": ratio, "compiled": ratio}}
+    (both,) = summary.leads_of([comparison])
+    eager = replace(both, equal_time={"eager": both.equal_time["eager"]})
+    summary.plot([both, eager], summary.published(), tmp_path / "figure.svg")
     drawn = words(tmp_path / "figure.svg")
-    assert {"here, equal tokens", "here, equal time", "the paper", "others"} <= drawn
+    assert {"here, equal tokens", "here, equal time, compiled", "the paper", "others"} <= drawn
+    assert "here, equal time, not compiled" in drawn
+    summary.plot([both], summary.published(), tmp_path / "compiled.svg")
+    assert "here, equal time, not compiled" not in words(tmp_path / "compiled.svg")
     assert {"194M, paper (200)", "13.1M, nanogpt-attnres-repro (80)"} <= drawn
