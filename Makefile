@@ -3,7 +3,7 @@
 # make test   the test suite
 # make docs   the documentation, as a site in site/
 # make notebooks   runs the notebooks from top to bottom
-# make tables      writes the tables of residual connections into their pages, from what their files declare
+# make tables      writes into pages the tables of residual connections, the lists of the reference and the help of commands
 # make address     writes the addresses of pyproject.toml into the files that show them
 # Each but the last creates .venv and installs by constraints.txt.
 

@@ -20,10 +20,6 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from typer.main import get_command
-from typer.testing import CliRunner
-
-from attnres.commands.app import app
 
 ROOT = Path(__file__).parents[1]
 _PACKAGES = TemporaryDirectory(prefix="attnres-docs-")
@@ -47,7 +43,6 @@ OTHERS = (
     "experiments/declared/*.yaml",
 )
 HOME = "index.md"  # the README
-COMMANDS = "<!-- commands -->"
 # Asks for a table of another page, which stands there between `<!-- NAME -->` and `<!-- end -->`.
 _TABLE = re.compile(r"<!-- table: (?P<page>[^,]+), (?P<name>.+) -->")
 # A warning in GitHub's form, a quotation that begins with this mark.
@@ -93,7 +88,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill in tables of other pages and the help of commands, and make links those of the site."""
+    """Fill in tables of other pages, and make links those of the site."""
     here = page.file.src_uri
     folder = Path(page.file.abs_src_path).parent
 
@@ -121,8 +116,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{link['image']}[{link['text']}]({path}{link['anchor'] or ''})"
 
     markdown = directives_of(markdown)
-    if COMMANDS in markdown:
-        markdown = markdown.replace(COMMANDS, _help_of_commands())
     markdown = _WARNING.sub(lambda box: "!!! warning\n\n" + box[1].replace("> ", "    "), markdown)
     return _LINK.sub(on_the_site, _TABLE.sub(table, markdown))
 
@@ -137,14 +130,3 @@ def _unbroken(cell: re.Match) -> str:
     content = _NUMBERS.sub(lambda numbers: numbers[0].replace(" ", "&nbsp;"), cell["content"])
     prose = ' class="prose"' if len(re.sub("<[^>]*>", "", cell["content"])) > 28 else ""
     return f"<td{cell['attributes']}{prose}>{content}</td>"
-
-
-def _help_of_commands() -> str:
-    """Return the output of `attnres COMMAND --help` for all commands, in Markdown."""
-    runner = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"})
-    parts = []
-    for name in ("", *get_command(app).commands):
-        title = f"attnres {name}".strip()
-        text = runner.invoke(app, [*name.split(), "--help"], prog_name="attnres").output.strip()
-        parts.append(f"## `{title}`\n\n```text\n{text}\n```")
-    return "\n\n".join(parts)

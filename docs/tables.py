@@ -3,7 +3,8 @@
     python docs/tables.py    # or `make tables`
 
 The first line of a file's docstring says what the connection is. Its class declares the rest, and the class of its
-fields says what each of them sets. The pages of the reference get a line for each entry, from its docstring.
+fields says what each of them sets. The pages of the reference get a line for each entry, from its docstring, and the
+help of every command.
 """
 
 import ast
@@ -14,8 +15,11 @@ from pathlib import Path
 
 from connection_facts import TITLES, run_rows  # beside this file
 from entries import PAGES, with_entries
+from typer.main import get_command
+from typer.testing import CliRunner
 
 from attnres import BACKBONES, CONNECTIONS
+from attnres.commands.app import app
 from attnres.utils.declared import DeclaredConnection, declared_connections, presets
 
 ROOT = Path(__file__).parents[1]
@@ -67,11 +71,22 @@ def names_table() -> str:
     return _table(("", "names"), ((kind, ", ".join(f"`{name}`" for name in names)) for kind, names in listed.items()))
 
 
+def commands_help() -> str:
+    """Return the output of `attnres COMMAND --help` for all commands."""
+    runner = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"})
+    parts = []
+    for name in ("", *get_command(app).commands):
+        text = runner.invoke(app, [*name.split(), "--help"], prog_name="attnres").output.strip()
+        parts.append(f"\n## `{f'attnres {name}'.strip()}`\n\n```text\n{text}\n```\n")
+    return "".join(parts) + "\n"
+
+
 # Page -> the parts that are made, by the names of their marks.
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"names": names_table},
     "docs/guides/connections.md": {"connections": connections_table, "runs": runs_table, "fields": fields_table},
     "docs/concepts/exactness.md": {"float32": float32_list},
+    "docs/reference/command_line.md": {"commands": commands_help},
 }
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from environments import ROOT, environment
 
-# The oldest that has Kimi Linear, with the newest huggingface-hub that it takes; the newest that vLLM takes; and the
-# newest, which `pip install` takes.
+# The oldest that has Kimi Linear, with the newest huggingface-hub that it takes; the one that vLLM is
+# tested with; and the newest, which `pip install` takes.
 RELEASES = {"5.17.0": ("huggingface-hub==1.33.0",), "5.19.0": (), "5.24.0": ()}
 NEWEST = "newest"
 # What works with the release of constraints.txt can break where the family stands on what `transformers` does by
