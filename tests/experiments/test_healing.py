@@ -7,20 +7,22 @@ import shutil
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.stats import ttest_rel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from attnres.residual_attnres import residual_tensors
 from attnres.training.text import python_sources, train_tokenizer
 from experiments import healing
 from experiments.data import TokenData
-from experiments.declared import SELECTION_SEED, HealingExperiment, HealingRecipe
+from experiments.declared import SELECTION_SEED, HealingExperiment, HealingRecipe, ScratchExperiment
 from experiments.healing import Healing
 from experiments.runs import PlannedRun
-from experiments.store import RunStore
+from experiments.store import RunStore, results_file
 from experiments.tables import healing_tables
 from experiments.training import sequence_losses
 
@@ -221,6 +223,24 @@ def test_the_table_shows_mean_and_interval_of_differences_within_seeds(tmp_path)
     cells = [cell.strip() for cell in full.strip("|").split("|")]
     # Student's t of three seeds is 4.3027: the deviations of 0.1 and 0.9 over the root of 3, times t.
     assert cells[-3:] == ["1.8000", "-0.2000 [-0.4484, +0.0484], tie", "-2.2000 [-4.4357, +0.0357], tie"]
+
+
+def test_the_page_tells_the_difference_at_equal_time_of_the_stored_runs():
+    experiment, ablations = HealingExperiment.load("healing-sixteen"), ScratchExperiment.load("ablations-cpu")
+    store = RunStore(experiment, results_file(experiment.name))
+    losses = {
+        label: [store.find(asdict(experiment.report[label]), seed)["after"] for seed in (0, 1, 2)]
+        for label in ("standard, a half", "Block, S=4, a half", "Block, S=4, a tenth")
+    }
+    standard, half, tenth = losses.values()
+    steps = [experiment.report[f"Block, S=4, a {part}"].steps for part in ("tenth", "half")]
+    cost = RunStore(ablations, results_file(ablations.name)).costs["ratios"]["eager"]["Block, S=4"]["median"]
+    missing = (mean(tenth) - mean(half)) / math.log(steps[1] / steps[0]) * math.log(cost)
+    low, high = (bound + missing for bound in ttest_rel(half, standard).confidence_interval(0.95))
+    page = (ROOT / "experiments" / "HEALING.md").read_text(encoding="utf-8")
+    assert low < 0 < high
+    assert f"this is a tie after a half: {mean(half) - mean(standard) + missing:+.4f} [{low:+.4f}, {high:+.4f}]" in page
+    assert f"takes {cost:.2f} times" in page and f"are worth {missing:.4f}." in page
 
 
 def healing_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
