@@ -151,8 +151,12 @@ def add_attention_gate(layer: nn.Module, config: PreTrainedConfig) -> None:
 
 def gate_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the tensors that gates add to a backbone, by their names in the model."""
-    gates = ((name, module.g_proj) for name, module in model.named_modules() if isinstance(module, GatedAttention))
-    return {f"{name}.g_proj.{key}": tensor for name, gate in gates for key, tensor in gate.named_parameters()}
+    modules = dict(model.named_modules())
+    # The gate of a layer for multi-token prediction is a part of this layer, which may be new beside older gates.
+    ahead = tuple(f"{name}." for name, module in modules.items() if getattr(module, "predicts_ahead", False))
+    gates = {name: module.g_proj for name, module in modules.items() if isinstance(module, GatedAttention)}
+    owners = (name for name in gates if not name.startswith(ahead))
+    return {f"{name}.g_proj.{key}": tensor for name in owners for key, tensor in gates[name].named_parameters()}
 
 
 def check_attention_gate(config: PreTrainedConfig) -> None:

@@ -224,8 +224,13 @@ def read_release(
         elif name.startswith("model.layers.0.self_attention_res_"):
             # The first layer reads the embedding alone, and some programs omit its pair.
             result[name] = torch.zeros(shape) if "_proj" in name else torch.ones(shape)
-        elif not (starts_ahead and name.startswith(ahead)):  # a new layer starts at random
+        elif not (starts_ahead and name.startswith(ahead)):
             missing.append(prefix + name)
+        elif config.packed_experts and ".experts." in name:  # a new layer starts at random, but packed weights at zero
+            raise ValueError(
+                "the checkpoint holds no layer for multi-token prediction, and a new one could not train its packed "
+                "experts. Load it without `packed_experts`, or with `mtp_loss_weight=0`."
+            )
     packed = [prefix + name for name in text if name.endswith(_OF_QUANTIZED)]
     if packed:
         raise ValueError(

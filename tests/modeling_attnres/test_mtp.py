@@ -203,6 +203,21 @@ def test_a_layer_that_the_checkpoint_does_not_hold_is_left_out_unless_it_is_to_b
     assert model.config.num_nextn_predict_layers == 1 and MultiTokenPrediction.layer(model).eh_proj.weight.std() > 0
 
 
+def test_kimi_k3_gets_a_new_layer_to_train_which_is_reported_as_new(tmp_path):
+    fields = release.text_fields(num_hidden_layers=2, kda_layers=[1], full_attn_layers=[2])
+    options = {"num_nextn_predict_layers": 1, "mtp_loss_weight": 0.3}
+    source = release.write(tmp_path / "source", fields, release.random_tensors(fields))
+    model, info = AutoModelForCausalLM.from_pretrained(source, **options, output_loading_info=True)
+    assert set(info["missing_keys"]) == MultiTokenPrediction.names(model)
+    assert all(p.requires_grad and p.float().abs().sum() > 0 for p in MultiTokenPrediction.layer(model).parameters())
+    model.save_pretrained(tmp_path / "saved")
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert loaded.config.mtp_loss_weight == 0.3 and not info["missing_keys"]
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "packed", packed_experts=True)
+    with pytest.raises(ValueError, match="a new one could not train its packed experts. Load it without"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "packed", packed_experts=True, **options)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
