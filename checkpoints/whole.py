@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from attnres.loading_attnres import added_by_kind, check_added, check_shapes
 from attnres.mtp_attnres import MultiTokenPrediction
-from attnres.residual_attnres import FamilyWarning
+from attnres.residual_attnres import FamilyWarning, is_count
 from attnres.utils.errors import about
 from attnres.utils.memory import free_memory
 from attnres.utils.wording import counted, show_bytes
@@ -191,8 +191,9 @@ def _check_before_loading(
     report = loading_report(checkpoint, model)
     check_shapes(report["mismatched_keys"], source)
     # `transformers` reads layers for multi-token prediction, which follow the last one, only to generate by them.
-    number = getattr(config, "num_nextn_predict_layers", None) or 0
-    ahead = tuple(f"model.layers.{config.get_text_config().num_hidden_layers + i}." for i in range(number))
+    number = getattr(config, "num_nextn_predict_layers", None)  # of any type: `transformers` does not check it
+    first = config.get_text_config().num_hidden_layers
+    ahead = tuple(f"model.layers.{first + i}." for i in range(number if is_count(number) else 0))
     unread = sorted(name for name in report["unexpected_keys"] if not name.startswith(ahead))
     if unread and not is_released(checkpoint, config):  # Kimi K3 says itself that it leaves out the vision tower
         tensors = counted(len(unread), "tensor")

@@ -119,7 +119,7 @@ class MultiTokenPrediction:
         require(config, "mtp_loss_weight", is_number(weight) and 0 <= weight < 1e6, "a finite number >= 0")
         if config.backbone in _BACKBONES:
             number = getattr(config, "num_nextn_predict_layers", None)
-            is_allowed = number is None or (number in (0, 1) and not isinstance(number, bool))
+            is_allowed = number is None or (type(number) is int and number in (0, 1))  # 1.0 is no number of layers
             require(config, "num_nextn_predict_layers", is_allowed, "0 or 1")
         allowed = f"0 without a layer to train: set `num_nextn_predict_layers` to 1, on {' or '.join(_BACKBONES)}"
         require(config, "mtp_loss_weight", not weight or cls.is_on(config), allowed)

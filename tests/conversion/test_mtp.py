@@ -85,3 +85,11 @@ def test_a_retrofit_promises_no_layer_that_its_source_has_not(tmp_path):
     convert_well(tmp_path / "source", tmp_path / "result", "--no-verify")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "result").config.num_nextn_predict_layers == 0
     assert retrofit(tmp_path / "source", block_size=2).config.num_nextn_predict_layers == 0
+
+
+@pytest.mark.parametrize("number", [1.0, "1"])
+def test_a_number_of_layers_that_is_no_integer_is_refused_in_one_line(source, tmp_path, number):
+    shutil.copytree(source, tmp_path / "changed")
+    change_json(tmp_path / "changed" / "config.json", num_nextn_predict_layers=number)
+    with pytest.raises(ValueError, match=rf"`num_nextn_predict_layers` is {number!r}, but must be 0 or 1.$"):
+        retrofit(tmp_path / "changed", block_size=2)
