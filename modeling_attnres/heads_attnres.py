@@ -81,10 +81,10 @@ class ResidualLanguageModel(ResidualHead):
         records of every step in a tuple, as it has `hidden_states`.
 
         Raises:
-            ValueError: also if records are requested from assisted generation.
+            ValueError: also if assisted generation gets `inputs_embeds`, or is to return records.
         """
         config, names = self.base_model.config, [name for name in RECORDS if kwargs.get(f"output_{name}")]
-        layers = config.num_hidden_layers
+        layers, steps = config.num_hidden_layers, self._steps
         if names:
             self._steps = []
         try:
@@ -96,9 +96,7 @@ class ResidualLanguageModel(ResidualHead):
             return result
         finally:
             # For `assistant_early_exit`, `transformers` lowers the number, and does not restore it after an error.
-            config.num_hidden_layers = layers
-            if names:
-                self._steps = None
+            config.num_hidden_layers, self._steps = layers, steps
 
     def _update_model_kwargs_for_generation(self, outputs: ModelOutput, *args, **kwargs) -> dict[str, Any]:
         """Prepare the next step as `transformers` does, which calls this after each step, and keep the records."""
@@ -118,6 +116,8 @@ class ResidualLanguageModel(ResidualHead):
         """Decode with drafts as `transformers` does, but refuse records, which would include rejected drafts."""
         if self._steps is not None:
             raise ValueError("assisted generation returns no record but `hidden_states`: call the model on its tokens.")
+        if kwargs.get("inputs_embeds") is not None:  # the first pass would read them alone, without the drafts
+            raise ValueError("assisted generation needs tokens: pass `input_ids` and no `inputs_embeds`.")
         # pyrefly: ignore[not-callable]  # the backbone's model is a `GenerationMixin`
         return super()._assisted_decoding(*args, **kwargs)
 

@@ -149,7 +149,7 @@ class AttnResForCausalLM(ResidualLanguageModel, AttnResPreTrainedModel, kimi_lin
             kwargs: other arguments of `transformers`' function of this name.
 
         Raises:
-            ValueError: records are requested, or the cache alone holds tokens of a prompt with padding.
+            ValueError: as in the base class, or the cache alone holds tokens of a prompt with padding.
         """
         mask, length = kwargs.get("attention_mask"), input_ids.shape[1]
         # `generate` drops a mask of ones, but `prepare_inputs_for_generation` needs its length.

@@ -153,6 +153,14 @@ def test_a_cache_goes_back_only_where_it_was_asked_to_record(hybrid):
 # ---- Generation
 
 
+def test_embeddings_are_refused_because_the_first_pass_would_read_no_drafts(hybrid):
+    ids = draw_ids(1, 4)
+    embeddings = hybrid.get_input_embeddings()(ids)
+    for given_ids in ({}, {"input_ids": ids}):
+        with pytest.raises(ValueError, match="assisted generation needs tokens: pass `input_ids` and no"):
+            hybrid.generate(inputs_embeds=embeddings, **given_ids, prompt_lookup_num_tokens=3, max_new_tokens=2)
+
+
 @pytest.fixture(params=["hybrid", "kimi_k3", "plain"])
 def model(request) -> PreTrainedModel:
     """Return a model; the last one runs the delta attention that a model without `attnres` runs."""
