@@ -191,7 +191,7 @@ def _check_before_loading(
     report = loading_report(checkpoint, model)
     check_shapes(report["mismatched_keys"], source)
     # `transformers` reads layers for multi-token prediction, which follow the last one, only to generate by them.
-    number = getattr(config, "num_nextn_predict_layers", None)  # of any type: `transformers` does not check it
+    number: Any = getattr(config, "num_nextn_predict_layers", None)  # `transformers` does not check its type
     first = config.get_text_config().num_hidden_layers
     ahead = tuple(f"model.layers.{first + i}." for i in range(number if is_count(number) else 0))
     unread = sorted(name for name in report["unexpected_keys"] if not name.startswith(ahead))
