@@ -44,17 +44,18 @@ class ResidualHead(ResidualPreTrainedModel):
     def forward(self, *args, **kwargs) -> ModelOutput:
         """Run the model; see the backbone's own `forward` for arguments and result."""
         records = self.requested(kwargs)
-        predicts_ahead = MTP is not None and self.config.mtp_loss_weight and MTP.has_loss(self, kwargs)
+        given = dict(zip(self.argument_names, args))  # labels and mask, too, may be given by position
+        predicts_ahead = MTP is not None and self.config.mtp_loss_weight and MTP.has_loss(self, given | kwargs)
         if records or predicts_ahead:  # only on demand, because the loss function gets the receiver too
-            kwargs["receiver"] = Receiver()
+            kwargs.setdefault("receiver", Receiver())  # a generator of drafts passes its own
         # `Trainer` expects a loss that is divided by the number of labels in all accumulated batches. The loss of a
         # language model is. The other heads ignore that number, and return the mean over their batch.
         total = None if self.can_generate() else kwargs.pop("num_items_in_batch", None)
         outputs = super().forward(*args, **kwargs | {"return_dict": True})
         if MTP is not None and predicts_ahead:
-            outputs = MTP.add_loss(self, outputs, kwargs)
+            outputs = MTP.add_loss(self, outputs, given | kwargs)
         if total is not None and outputs.get("loss") is not None:
-            share = (kwargs["labels"].ne(-100).sum() / total).to(outputs.loss.device)
+            share = ((given | kwargs)["labels"].ne(-100).sum() / total).to(outputs.loss.device)
             # A batch without labels has the mean NaN; its share of all labels is zero.
             outputs["loss"] = torch.where(share > 0, outputs.loss * share, 0.0)
         for name in RECORDS:

@@ -263,6 +263,9 @@ class MultiTokenPrediction:
         given = arguments.get("attention_mask")
         if isinstance(given, Tensor) and given.ndim == 2:
             begins = begins | F.pad(given == 0, (0, 1)).to(begins.device)
+        elif isinstance(given, Tensor):  # over pairs of tokens: a document begins where a token does not see the last
+            is_seen = given[:, 0] if given.dtype == torch.bool else given[:, 0] == 0
+            begins = begins | F.pad(~is_seen.diagonal(-1, 1, 2), (0, 2), value=True).to(begins.device)
         labels = labels.masked_fill((begins[:, :-1] | begins[:, 1:]).to(labels.device), -100)
         count = labels.ne(-100).sum().clamp(min=1)
         total = arguments.get("num_items_in_batch")

@@ -53,6 +53,8 @@ def test_random_drafts_change_no_token(backbones, backbone, fields):
     model = model_on(backbones, backbone, **fields)
     tokens, count = passes(model, use_mtp=True)
     assert torch.equal(tokens, passes(model)[0]) and count > 12
+    returned = passes(model, use_mtp=True, output_hidden_states=True, return_dict_in_generate=True)[0]
+    assert torch.equal(tokens, returned.sequences) and len(returned.hidden_states) == GREEDY["max_new_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,10 @@ def test_the_loss_is_that_of_the_token_after_the_next_one_in_the_same_document(b
         targets = labels[0, start + 2 : stop]
         losses.append(F.cross_entropy(model.lm_head(hidden)[0], targets, reduction="none")[targets != -100])
     assert trained.mtp_loss.item() == pytest.approx(torch.cat(losses).mean().item(), abs=1e-5)
+    is_second = torch.arange(13) >= 8
+    is_seen = (is_second == is_second[:, None]).tril()[None, None]
+    masked = model(ids, attention_mask=is_seen, labels=labels, use_cache=False)
+    assert masked.mtp_loss.item() == pytest.approx(trained.mtp_loss.item(), abs=1e-5)
 
 
 @torch.no_grad()
@@ -180,8 +186,11 @@ def test_the_loss_of_a_batch_that_is_accumulated_is_divided_by_all_labels(backbo
 def test_no_token_is_predicted_from_padding_before_a_text(backbones, backbone):
     model = model_on(backbones, backbone, mtp_loss_weight=0.5).train()
     padded, labels = F.pad(PROMPT, (3, 0)), F.pad(PROMPT, (3, 0), value=-100)
-    found = model(padded, attention_mask=F.pad(torch.ones_like(PROMPT), (3, 0)), labels=labels)
-    assert found.mtp_loss.item() == pytest.approx(model(PROMPT, labels=PROMPT).mtp_loss.item(), abs=1e-4)
+    expected = model(PROMPT, labels=PROMPT).mtp_loss.item()
+    arguments = {"attention_mask": F.pad(torch.ones_like(PROMPT), (3, 0)), "labels": labels}
+    assert model(padded, **arguments).mtp_loss.item() == pytest.approx(expected, abs=1e-4)
+    by_position = (arguments.get(name) for name in model.argument_names[1:6])
+    assert model(padded, *by_position).mtp_loss.item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_layer_whose_loss_is_not_trained_is_frozen(backbones, tmp_path):
