@@ -83,6 +83,18 @@ class ParamWrapper(lora.ParamWrapper):
                 self._merge_into_packed(experts, *self._factors(adapter))
                 self.merged_adapters.append(adapter)
 
+    def unmerge(self) -> None:
+        """Take merged adapters out of the stacked weight again, as PEFT calls it.
+
+        Raises:
+            ValueError: The experts are packed, which has rounded the merged weights.
+        """
+        if self.merged and isinstance(self.get_base_layer(), KimiK3PackedExperts):
+            raise ValueError(
+                "merged adapters cannot be taken out of packed experts, which are rounded: load the base again."
+            )
+        super().unmerge()
+
     @torch.no_grad()
     def _merge_into_packed(
         self, experts: KimiK3PackedExperts, a: Sequence[Tensor], b: Sequence[Tensor], scaling: float

@@ -198,3 +198,13 @@ def test_adapters_are_merged_into_packed_experts_which_are_packed_again(packed_f
     packed.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(again(IDS).logits, packed(IDS).logits, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_adapters_are_not_taken_out_of_packed_experts_nor_added_twice(packed_folder):
+    adapted = moved(add_adapters(base_of(packed_folder, packed_experts=True, dtype=torch.float32), rank=4))
+    adapted.merge_adapter()
+    expected = adapted(IDS).logits
+    with pytest.raises(ValueError, match="cannot be taken out of packed experts"), adapted.disable_adapter():
+        adapted(IDS)
+    torch.testing.assert_close(adapted(IDS).logits, expected, rtol=1e-3, atol=1e-3)
