@@ -201,17 +201,18 @@ def check_scores(samples: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> 
 
 
 def scoring_digest(task: Task) -> str:
-    """Return a hash of the Python code that extracts and scores a task's answers.
+    """Return a hash of the Python code that makes a task's choices, or extracts and scores its answers.
 
-    The configuration holds only the names of these functions. The hash covers the files of the functions that the task
-    file names, and the files in the same folder from which they import functions.
+    The configuration holds at most these functions alone, without those that they call. The hash covers the files of
+    the functions that the task file names, and the files in the same folder from which they import functions.
     """
     config = task.config
     filters = config.filter_list if isinstance(config.filter_list, list) else []
     steps = [step for entry in filters for step in entry["filter"]]
     metrics = [value for entry in config.metric_list or [] for value in entry.values()]
     files: set[Path] = set()
-    for function in [config.process_results, *metrics, *(value for step in steps for value in step.values())]:
+    functions = [config.doc_to_choice, config.process_results, *metrics]
+    for function in [*functions, *(value for step in steps for value in step.values())]:
         if isinstance(function, FunctionType):
             folder = Path(function.__code__.co_filename).parent
             imported = [value for value in function.__globals__.values() if isinstance(value, FunctionType)]

@@ -1,9 +1,12 @@
 """Results are stored task by task, with the settings that they were computed under."""
 
+from importlib import import_module
+from types import SimpleNamespace
+
 import pytest
 
 from attnres.commands.errors import describe
-from attnres.eval.stored_results import ResultStore
+from attnres.eval.stored_results import ResultStore, scoring_digest
 
 SETUP = {
     "model": "a",
@@ -103,3 +106,15 @@ def test_a_store_without_results_accepts_another_setup(tmp_path):
     store.write("gsm8k", {})
     with pytest.raises(FileExistsError, match=r"holds results whose setup\.json has limit 7"):
         ResultStore(tmp_path, SETUP)
+
+
+def test_a_function_that_makes_choices_counts_with_those_that_it_calls(tmp_path, monkeypatch):
+    """The configuration of a task holds the source of this function alone."""
+    monkeypatch.syspath_prepend(tmp_path)
+    code, digests = "def doc_to_choice(doc):\n    return named(doc)\ndef named(doc):\n    return ['a', 'b']\n", set()
+    for text in (code, code.replace("'b'", "'c'")):
+        (tmp_path / "choices_of_a_task.py").write_text(text)
+        function = import_module("choices_of_a_task").doc_to_choice
+        fields = {"filter_list": None, "metric_list": None, "process_results": None, "doc_to_choice": function}
+        digests.add(scoring_digest(SimpleNamespace(config=SimpleNamespace(**fields))))
+    assert len(digests) == 2
