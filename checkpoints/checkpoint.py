@@ -260,6 +260,17 @@ class Checkpoint:
             raise OSError(f"{path} is not an index of weights ({error!r}). Copy it again.") from error
 
     @property
+    def weight_files(self) -> list[str]:
+        """The names of the files of weights. Those that an index names may lie in other folders.
+
+        Raises:
+            OSError: The index is damaged.
+        """
+        if self.weights_path is None:
+            return []
+        return [self.weights_path.name] if self.index is None else sorted(set(self.index["weight_map"].values()))
+
+    @property
     def lacks_metadata(self) -> bool:
         """Return whether the index lacks the object `metadata`; then `transformers` does not load the weights."""
         return self.index is not None and not isinstance(self.index.get("metadata"), dict)
@@ -278,11 +289,11 @@ class Checkpoint:
             raise FileNotFoundError(
                 f"{self.folder} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index."
             )
-        files = [path.name] if self.index is None else sorted(set(self.index["weight_map"].values()))
-        for file in files:
+        for file in self.weight_files:
             if not (self.folder / file).exists():
                 raise FileNotFoundError(f"{self.folder} is incomplete: {path.name} names {file}, which is not there.")
-        return tuple(_read_header(self.folder / file) for file in files)
+            check_no_pipe(self.folder / file)
+        return tuple(_read_header(self.folder / file) for file in self.weight_files)
 
     @cached_property
     def where(self) -> dict[str, Shard]:
@@ -296,7 +307,7 @@ class Checkpoint:
         """
         held = {entry.name: shard for shard in self.shards for entry in shard.entries}
         with about(self.folder):
-            check_files({shard.path.name: [entry.name for entry in shard.entries] for shard in self.shards})
+            check_files({str(shard.path): [entry.name for entry in shard.entries] for shard in self.shards})
         if self.index is None or self.is_temporary:
             return held
         for name, file in self.index["weight_map"].items():

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
+from attnres.checkpoints.checkpoint import Checkpoint
 from attnres.checkpoints.source import ModelSource
 from attnres.eval import sandbox
 from attnres.eval.failures import Failures, failure_lines
@@ -72,7 +73,7 @@ def run_eval(options: EvalOptions) -> None:
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise RuntimeError("attnres eval runs in one process. For several, use accelerate launch -m lm_eval.")
     sources = {name: ModelSource(name) for name in filter(None, (options.model, options.baseline))}
-    folders = {name: source.checkpoint.folder for name, source in sources.items()}
+    checkpoints = {name: source.checkpoint for name, source in sources.items()}
     tokenizers = {}
     for name, source in sources.items():
         # A model with a wrong configuration or without a tokenizer must fail before any data is loaded.
@@ -86,7 +87,7 @@ def run_eval(options: EvalOptions) -> None:
                 name,
                 sources[name],
                 tokenizers[name],
-                ResultStore(options.out / role, _setup(name, folders[name], options)),
+                ResultStore(options.out / role, _setup(name, checkpoints[name], options)),
             )
             for role, name in (("baseline", options.baseline), ("model", options.model))
             if name
@@ -124,14 +125,17 @@ def run_eval(options: EvalOptions) -> None:
         raise failure_count_error(len(failures), len(options.benchmarks))
 
 
-def _setup(name: str, folder: Path, options: EvalOptions) -> dict:
+def _setup(name: str, checkpoint: Checkpoint, options: EvalOptions) -> dict:
     """Return the settings that decide a model's numbers, with file sizes and times that reveal a replaced file."""
-    code = ("**/*.py",) if options.trust_remote_code else ()
+    folder, code = checkpoint.folder, ("**/*.py",) if options.trust_remote_code else ()
     patterns = ("*.json", "*.safetensors", "*.bin", *TOKENIZER_PATTERNS, *code)
-    paths = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    # An index may name weights in other folders.
+    paths = {path for pattern in patterns for path in folder.glob(pattern)} | {
+        folder / file for file in checkpoint.weight_files
+    }
     files = {
-        path.relative_to(folder).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns]
-        for path in paths
+        Path(os.path.relpath(path, folder)).as_posix(): [path.stat().st_size, path.stat().st_mtime_ns]
+        for path in sorted(paths)
         if path.is_file()
     }
     return {

@@ -418,7 +418,7 @@ class AttnResKimiK3PreTrainedModel(AttnResPreTrainedModel):
                     else:
                         tensors = load_state_dict(file)
                     state_dict |= tensors
-                    held[Path(file).name] = tensors.keys()
+                    held[file] = tensors.keys()
                 check_files(held)
             if state_dict is not None:
                 if MTP is not None:

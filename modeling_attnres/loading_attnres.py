@@ -113,7 +113,7 @@ def check_files(names: Mapping[str, Iterable[str]]) -> None:
     """Raise if a tensor lies in two files of a checkpoint: `transformers` reads the last one, whatever the index says.
 
     Args:
-        names: names of the tensors in each file.
+        names: names of the tensors in each file, by its path: files in two folders may have one name.
 
     Raises:
         ValueError: there is such a tensor.
@@ -123,8 +123,8 @@ def check_files(names: Mapping[str, Iterable[str]]) -> None:
         for name in held:
             if files.setdefault(name, file) != file:
                 raise ValueError(
-                    f"`{name}` lies in both {files[name]} and {file}, but must lie in one file. Remove it from the "
-                    "file that the index does not name for it."
+                    f"`{name}` lies in both {os.path.basename(files[name])} and {os.path.basename(file)}, but must lie "
+                    "in one file. Remove it from the file that the index does not name for it."
                 )
 
 

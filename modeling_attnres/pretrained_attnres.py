@@ -221,8 +221,7 @@ class ResidualPreTrainedModel(_AnyModel):
         The name is private, but only there are the files known, which may have been downloaded.
         """
         files = checkpoint_files or [] if state_dict is None else []
-        names = {Path(file).name: names_in(file, load_config.weights_only) for file in files}
-        check_files(names)
+        check_files(names := {file: names_in(file, load_config.weights_only) for file in files})
         if MTP is not None and MTP.is_on(model.config) and not getattr(model, "_hf_peft_config_loaded", False):
             MTP.fit(model, chain(state_dict or (), *names.values()))
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **kwargs)

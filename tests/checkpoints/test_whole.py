@@ -1,6 +1,7 @@
 """A checkpoint that lacks tensors or does not fit its configuration is refused before memory of its size is taken."""
 
 import json
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -146,6 +147,16 @@ def test_a_model_in_a_subfolder_is_loaded(sound, tmp_path):
     shutil.copytree(sound, tmp_path / "run" / "model")
     model = load_whole(AutoModelForCausalLM, str(tmp_path / "run"), subfolder="model")
     assert model.config.num_hidden_layers == 5
+
+
+def test_a_pipe_that_an_index_names_in_another_folder_is_not_read(model):
+    (model / "model.safetensors").unlink()
+    (model / "parts").mkdir()
+    os.mkfifo(model / "parts/one.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "parts/one.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(OSError, match=r"one\.safetensors is not a file\. Put one there, or remove it\."):
+        load_whole(AutoModelForCausalLM, str(model))
 
 
 def test_weights_behind_links_and_a_field_of_the_recipe_are_loaded(sound, model):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from attnres.commands.errors import describe
 from attnres.commands.eval import run_eval
@@ -110,3 +111,17 @@ def test_results_of_a_model_are_not_reused_after_a_file_of_its_tokenizer_changed
     path.write_text("a b c")
     with pytest.raises(FileExistsError, match=r"holds results whose setup\.json has other 'files'"):
         run_eval(EvalOptions(str(path.parent), **arguments))
+
+
+def test_results_of_a_model_are_not_reused_after_weights_in_another_folder_changed(changed_model, hub, tmp_path):
+    folder = Path(changed_model())
+    weights, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    names = load_file(weights).keys()
+    (folder / "parts").mkdir()
+    weights.rename(weights := folder / "parts/one.safetensors")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "parts/one.safetensors")}))
+    arguments = {"out": tmp_path / "out", "benchmarks": pick(TASK), "data": hub, "limit": 1}
+    run_eval(EvalOptions(str(folder), **arguments))
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    with pytest.raises(FileExistsError, match=r"holds results whose setup\.json has other 'files'"):
+        run_eval(EvalOptions(str(folder), **arguments))

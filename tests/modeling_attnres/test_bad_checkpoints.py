@@ -1,5 +1,6 @@
 """A damaged checkpoint is reported by the name of the tensor or the file, and never loaded silently."""
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -96,6 +97,17 @@ def test_a_tensor_in_two_shards_is_refused(sharded, name, is_first):
     save_file(load_file(other) | {name: load_file(owner)[name] + 1}, other, metadata={"format": "pt"})
     one, two = sorted((owner.name, other.name))
     with pytest.raises(ValueError, match=rf"{sharded}: `{name}` lies in both {one} and {two}, .* the index does not"):
+        AutoModelForCausalLM.from_pretrained(sharded)
+    # In folders of their own, both files may have one name.
+    index, moved = sharded / "model.safetensors.index.json", {}
+    for file in files:
+        moved[file.name] = f"{file.stem}/one.safetensors"
+        (sharded / file.stem).mkdir()
+        file.rename(sharded / moved[file.name])
+    content = json.loads(index.read_text())
+    content["weight_map"] = {key: moved[value] for key, value in content["weight_map"].items()}
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"`{name}` lies in both"):
         AutoModelForCausalLM.from_pretrained(sharded)
 
 
