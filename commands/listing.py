@@ -43,7 +43,7 @@ HEADINGS = {
 NOTES = {
     Listed.connections: (
         "exact: whether a retrofit keeps the model's function. state: in tensors [batch, seq, hidden].",
-        "step: time of a training step over the standard model's (Llama, d = 512, on a CPU).",
+        "step: time of a training step over the standard model's (Llama, d = 512, a CPU, not compiled).",
         "used by: architectures or recipes. -: none or unknown.",
         "Experiments here at equal tokens: loss minus the standard model's, in nats/token. In brackets: the",
         "95% interval over n seeds, paired. lower, higher: it lies below or above zero. tie: it holds zero.",
