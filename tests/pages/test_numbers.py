@@ -98,6 +98,12 @@ def test_a_sentence_has_the_same_numbers_on_each_page():
     assert differing == {}
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_an_interval_of_losses_is_called_a_tie_if_it_contains_zero_and_only_then(page):
+    intervals = re.findall(r"\[([-+])\d+\.\d\d+, ([-+])\d+\.\d\d+\](, tie)?", whole_text(page))
+    assert all(((low, high) == ("-", "+")) == bool(tie) for low, high, tie in intervals)
+
+
 def test_the_papers_losses_have_the_leads_that_figures_show():
     published = yaml.safe_load((ROOT / "experiments/published.yaml").read_text(encoding="utf-8"))["paper, Table 2"]
     page = (ROOT / "docs/concepts/mechanism.md").read_text(encoding="utf-8")
