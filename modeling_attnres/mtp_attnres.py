@@ -301,7 +301,7 @@ if MtpModel is not None:
             self.use_post_norm = self.use_shared_post_norm = self.has_per_layer_rope = False
             self.layers = nn.ModuleList([layer])
             self.tie_with_main_model(model)
-            self.eval()
+            self.train(model.training)  # the layer is the model's own
 
     class DraftsOfLayer(MTPCandidateGenerator):  # pyrefly: ignore[invalid-inheritance]  # it is not None here
         """The generator of drafts of `transformers`, on the layer and the final state of a model of the family.

@@ -111,6 +111,8 @@ def test_a_trained_layer_saves_passes_and_changes_no_token(backbones):
         model(text, labels=text).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    passes(model, text[:, :7], use_mtp=True)
+    assert all(module.training for module in model.modules())
     model.eval()
     tokens, count = passes(model, text[:, :7], use_mtp=True)
     assert torch.equal(tokens, passes(model, text[:, :7])[0])
