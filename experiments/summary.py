@@ -48,7 +48,7 @@ class Lead:
         equal_time: `eager` or `compiled` -> the difference at equal time instead of equal tokens.
         costs: `eager` or `compiled` -> time of a training step as a ratio to the standard model.
         memory: Peak memory of a training step as a ratio to the standard model; `None` if it was not measured.
-        device: The processor of the runs; empty if it was not stored.
+        device: The processors of the runs; empty if they were not stored.
         is_moe: Whether the model is a mixture of experts, of those that were measured here.
     """
 
@@ -102,9 +102,15 @@ def lead_of(comparison: DeclaredComparison) -> Lead | None:
         equal_time={way: value for way, value in times.items() if value is not None},
         costs=costs,
         memory=memory_of(comparison).get(label),
-        device=shown.pairs[label][-1][0].get("made_by", {}).get("device", ""),
+        device=" and ".join(sorted({_device(run) for pair in shown.pairs[label] for run in pair} - {""})),
         is_moe=getattr(config, "num_local_experts", 0) > 0,
     )
+
+
+def _device(run: Mapping[str, Any]) -> str:
+    """Return the name of the processor of a run as people say it; empty if it was not stored."""
+    name = run.get("made_by", {}).get("device", "")
+    return name.replace("(R)", "").removesuffix(" Processor")
 
 
 def limits(comparison: DeclaredComparison, label: str) -> str:

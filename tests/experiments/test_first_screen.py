@@ -38,6 +38,11 @@ def test_the_table_of_the_readme_is_made_of_the_stored_runs():
     assert float(shown["step, eager"]) == pytest.approx(
         content["costs"]["ratios"]["eager"]["Block, S=4"]["median"], abs=0.005
     )
+    # Runs of the longest experiment were made on two processors.
+    content = json.loads((ROOT / "experiments" / "results" / "claim-children-long.json").read_text())
+    processors = {run["made_by"]["device"] for run in content["runs"] if run["recipe"]["tokens"] == 8_388_608}
+    shown = dict(zip(rows()[0], next(row for row in rows() if row[0].startswith("809k"))))
+    assert len(processors) == len(shown["measured on"].split(" and ")) == 2
 
 
 def test_the_table_says_what_the_paper_reports_and_what_was_not_measured():
