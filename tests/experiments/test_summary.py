@@ -3,9 +3,11 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from experiments import summary
+from attnres.utils.intervals import Interval
+from experiments import report, store, summary
 from experiments.declared import SELECTION_SEED
 from experiments.scratch import DeclaredComparison
 
@@ -89,6 +91,18 @@ def test_a_lead_that_shrinks_to_the_end_is_called_so(tmp_path):
         curve = [[step, 5.0 + lead] for step, lead in enumerate(leads, 1)]
         add(comparison.store, {"recipe": recipe, "seed": 0, "after": curve[-1][1], "curve": curve})
     assert summary.lead_of(comparison).limits.endswith("; lead still shrinking")
+
+
+def test_the_page_tells_the_leads_in_training_loss_of_the_stored_curves():
+    comparison = next(c for c in report.stored_comparisons() if c.store.path.stem == "claim-gpu")
+    # [seeds, points, (step, loss)]
+    block, standard = (
+        np.array([run["curve"] for run in runs]) for runs in zip(*comparison.shown().pairs["Block, S=4"])
+    )
+    early = block[0, :, 0].tolist().index(300)
+    told = [Interval.of((block - standard)[:, point, 1].tolist()).describe(2) for point in (early, -1)]
+    page = " ".join((store.ROOT / "experiments" / "RESULTS.md").read_text(encoding="utf-8").split())
+    assert f"{told[0]} after 300 of 1,024 steps and {told[1]} at the end (n = {len(block)})" in page
 
 
 def test_each_lead_of_others_names_its_source():
