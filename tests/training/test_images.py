@@ -119,7 +119,7 @@ def test_bytes_a_column_of_images_and_typed_placeholders(processor, tmp_path):
         (row(file(9), "x"), "images/9.png cannot be read as an image"),
         (row(IMAGE, "x"), "must have a `path`, `image` or `bytes`, or be in `images`"),
         (row("x") | {"images": ["images/0.png"]}, "the row has 1 image, but messages with places for 0"),
-        (row({"type": "video", "path": "x.mp4"}, "x"), "A part of a message must be text or an image"),
+        (row({"type": "video", "path": "x.mp4"}, "x"), "message 0 of `messages` has a part of type 'video'. Give text"),
         (row(IMAGE | {"image": 3}, "x"), "an image must be a path or bytes, but is of the type int"),
         (row(file(0), "word " * 300), "but `length` is 500. Give a larger `length` or smaller images"),
         ({"messages": [*row("x")["messages"], {"role": "tool", "content": [file(0)]}]}, "a result of a tool holds"),

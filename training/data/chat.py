@@ -18,6 +18,8 @@ from attnres.utils.wording import counted
 from . import IGNORED
 from .typed_tokens import holds_marks, mark_typed, rename_special, special_tokens_of, text_tokenizer, without_marks
 
+# Types of parts of a message that no model here reads. A template may leave them out, or write a mark in their place.
+_UNREAD = ("audio", "input_audio", "video", "video_url")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -244,6 +246,10 @@ def _messages(row: dict[str, Any], column: str) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {i} of `{column}` must be an object with a `role` and a `content`.")
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and (kind := part.get("type")) in _UNREAD:
+                raise ValueError(f"message {i} of `{column}` has a part of type {kind!r}. Give text or images instead.")
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise ValueError(f"`{column}` has no assistant turn, only turns of {', '.join(dict.fromkeys(roles))}.")

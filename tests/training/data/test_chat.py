@@ -411,6 +411,7 @@ def test_a_tokenizer_without_a_template_is_refused_at_once(tokenizer):
         ([], "`messages` holds no messages"),
         ("hello", "`messages` holds no messages"),
         ([{"from": "human", "value": "hi"}], "message 0 of `messages` must be an object with a `role`"),
+        ([{"role": "user", "content": [{"type": "video", "path": "a.mp4"}]}], "has a part of type 'video'. Give text"),
         (conversation("hi"), "no assistant turn, only turns of user"),
         ([{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}], "only turns of human, gpt"),
         (conversation("a", "b")[1:], "begins with an assistant turn"),
