@@ -18,7 +18,6 @@ from attnres.planning import (
     Plan,
     Search,
     devices_that_fit,
-    missing_engine,
     search,
 )
 from attnres.utils.errors import about
@@ -60,16 +59,18 @@ def run_plan(
         if not result.fitting:
             raise ValueError(explain_miss(result, costs, device, runnable=runnable))
     if as_json:
-        plans = records(result, job.training)
+        plans = records(result)
         print(json.dumps({"source": source.name, "job": asdict(job), "device": asdict(device), "plans": plans}))
         return
     # A row is one line, also where the terminal is narrow or there is none.
     console = Console(width=max(180, Console().width))
     printed = result.fitting[:shown]
-    console.print(plan_table(printed, job.training))
-    missing = dict.fromkeys(missing_engine(plan.layout, job.training) for plan in printed)  # in the order of the table
+    console.print(plan_table(printed))
+    missing = dict.fromkeys(plan.missing_engine for plan in printed)  # in the order of the table
     for reason in filter(None, missing):
         console.print(f"Does not run here: {reason}.", highlight=False)
+    if getattr(config, "vision_config", None) is not None:
+        console.print("The plan is of the text model alone, as it is trained by default: no vision part is counted.")
     console.print(
         f"{counted(len(result.fitting), 'layout')} {'fits' if len(result.fitting) == 1 else 'fit'} into "
         f"{gigabytes(result.limit)} GB of {gigabytes(device.memory)} GB. "
@@ -94,13 +95,13 @@ def read_config(source: ModelSource) -> ResidualConfig:
     return config if isinstance(config, ResidualConfig) else member_config(config)
 
 
-def plan_table(plans: Iterable[Plan], training: bool) -> Table:
+def plan_table(plans: Iterable[Plan]) -> Table:
     """Return a table of plans, one a row."""
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("memory is mostly", "time is mostly") else "right")
     for plan in plans:
-        table.add_row(*table_row(plan, training))
+        table.add_row(*table_row(plan))
     return table
 
 
@@ -110,7 +111,7 @@ COLUMNS = (
 )
 
 
-def table_row(plan: Plan, training: bool) -> list[str]:
+def table_row(plan: Plan) -> list[str]:
     """Return the cells of a plan's row under [`COLUMNS`]."""
     layout = plan.layout
     part, slowest = plan.dominant_memory, plan.dominant_time
@@ -125,7 +126,7 @@ def table_row(plan: Plan, training: bool) -> list[str]:
         f"{plan.total_seconds:.3g}",
         f"{plan.tokens_per_second:,.0f}",
         slowest,
-        "yes" if missing_engine(layout, training) is None else "no",
+        "yes" if plan.missing_engine is None else "no",
     ]
 
 
@@ -134,12 +135,9 @@ def gathered(layout: Layout) -> str:
     return "per layer" if layout.reshard else "per step" if layout.shard > 1 else "-"
 
 
-def records(result: Search, training: bool) -> list[dict]:
+def records(result: Search) -> list[dict]:
     """Return all plans that fit as values of JSON."""
-    return [
-        asdict(plan) | {"total_memory": plan.total_memory, "missing_engine": missing_engine(plan.layout, training)}
-        for plan in result.fitting
-    ]
+    return [asdict(plan) | {"total_memory": plan.total_memory} for plan in result.fitting]
 
 
 def explain_miss(result: Search, costs: Costs, device: Device, *, runnable: bool = False) -> str:

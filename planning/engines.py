@@ -4,16 +4,23 @@
 or by layers (`pipeline` of a recipe), but not by both. `generate` shards by tensor parallelism.
 """
 
+from attnres import ResidualConfig
+from attnres.mtp_attnres import MultiTokenPrediction
+
 from .jobs import Layout
 
 
-def missing_engine(layout: Layout, training: bool) -> str | None:
+def missing_engine(layout: Layout, training: bool, config: ResidualConfig) -> str | None:
     """Return why this package does not run a layout, in a few words; `None` if it does.
 
     Args:
         layout: The layout.
         training: Whether it is of a training step; if not, of serving.
+        config: The configuration of the model.
     """
+    if training and layout.tensor * layout.pipeline > 1 and MultiTokenPrediction.is_on(config):
+        other = "a pipeline" if layout.pipeline > 1 else "states sharded along the sequence"
+        return f"the layer for multi-token prediction (`num_nextn_predict_layers`) beside {other}"
     if layout.pipeline > 1:
         return _missing_beside_pipeline(layout) if training else "a pipeline that serves"
     if layout.expert > 1 and not training:

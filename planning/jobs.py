@@ -169,6 +169,7 @@ class Plan:
         seconds: Estimated time of a step by purpose. Some pass at the same time, so `total_seconds` is not their sum.
         total_seconds: Estimated time of a step.
         tokens_per_second: Estimated for all devices together.
+        missing_engine: Why this package does not run the layout, in a few words; `None` if it does.
     """
 
     layout: Layout
@@ -178,6 +179,7 @@ class Plan:
     seconds: dict[str, float]
     total_seconds: float
     tokens_per_second: float
+    missing_engine: str | None
 
     @property
     def total_memory(self) -> float:

@@ -107,9 +107,9 @@ def search(costs: Costs, device: Device, job: Job | None = None, *, runnable: bo
         ValueError: No layout is possible, whatever the memory.
     """
     job = job or costs.job
-    possible = [
-        layout for layout in layouts(costs, job, device) if not runnable or missing_engine(layout, job.training) is None
-    ]
+    possible = layouts(costs, job, device)
+    if runnable:
+        possible = (layout for layout in possible if missing_engine(layout, job.training, costs.config) is None)
     plans = [plan_layout(costs, layout, device) for layout in possible]
     if not plans:
         raise ValueError(

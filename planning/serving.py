@@ -4,6 +4,7 @@ Weights are in the model's dtype, and none are sharded: groups of data share onl
 """
 
 from .costs import Costs
+from .engines import missing_engine
 from .jobs import Device, Layout, Plan
 from .training import COPY
 
@@ -51,7 +52,8 @@ def plan_serving(costs: Costs, layout: Layout, device: Device) -> Plan:
     # Products run while weights and caches are read.
     reading = seconds["weights"] + seconds["caches"]
     total = max(reading, seconds["compute"]) + seconds["tensor"] + seconds["experts"] + seconds["pipeline"]
-    return Plan(layout, sequences, memory, sent, seconds, total, job.sequences / total)
+    engine = missing_engine(layout, False, costs.config)
+    return Plan(layout, sequences, memory, sent, seconds, total, job.sequences / total, engine)
 
 
 def _memory(costs: Costs, layout: Layout, stage: slice, sequences: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ adapters are in float32, whole on each device that computes with them.
 from collections.abc import Iterable
 
 from .costs import Costs
+from .engines import missing_engine
 from .jobs import OPTIMIZERS, Device, Layout, Plan
 from .schedules import sent_bytes
 from .weights import PACKED, StageWeights
@@ -37,7 +38,8 @@ def plan_training(costs: Costs, layout: Layout, device: Device) -> Plan:
     sent["pipeline"] = float(microbatches * max(both)) if crossing else 0.0
     seconds, total = _seconds(costs, layout, device, microbatches, weights, sent, crossing)
     sent["weights"] += sent.pop("experts' weights")
-    return Plan(layout, microbatches, memory, sent, seconds, total, job.batch_tokens / total)
+    engine = missing_engine(layout, True, costs.config)
+    return Plan(layout, microbatches, memory, sent, seconds, total, job.batch_tokens / total, engine)
 
 
 def _largest(parts: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -19,6 +19,8 @@ from attnres.training.parallel.pipeline_settings import PipelineSettings, count_
 from attnres.training.parallel.sharding import make_sharding
 from attnres.training.settings import ShardingSettings
 
+from ..modeling_attnres.kimi_k3_release import text_fields, write
+
 # Nodes of one device leave out tensor parallelism, whose traces take time.
 OPTIONS = ["--devices", "4", "--context", "256", "--batch-tokens", "4096", "--per-node", "1"]
 
@@ -175,11 +177,12 @@ def test_a_revision_of_a_directory_is_refused(tmp_path):
 
 
 def test_the_recipe_takes_the_sizes_of_each_layout_that_runs_here():
+    config = load("attnres-tiny")
     for *sizes, reshard, virtual in product(*[(1, 2, 4)] * 5, (False, True), (1, 2)):
         data, tensor, pipeline, expert, shard = sizes
         layout = Layout(*sizes, reshard, virtual=virtual)
         is_possible = data % shard == 0 and shard * tensor % expert == 0 and (pipeline > 1 or virtual == 1)
-        if not is_possible or missing_engine(layout, training=True) is not None:
+        if not is_possible or missing_engine(layout, True, config) is not None:
             continue
         if pipeline > 1:
             taken = PipelineSettings(stages=pipeline, virtual=virtual, fsdp=shard > 1)
@@ -189,6 +192,18 @@ def test_the_recipe_takes_the_sizes_of_each_layout_that_runs_here():
             sharding = ShardingSettings(**sizes, sequence_parallel=tensor > 1)
             make_sharding(sharding)
             assert sharding.count_processes() == layout.devices
+
+
+@pytest.mark.slow
+def test_what_a_plan_leaves_out_of_kimi_k3_is_said(tmp_path):
+    """`attnres train` refuses a layer for multi-token prediction beside a pipeline or sharded states."""
+    fields = text_fields(num_nextn_predict_layers=1, num_hidden_layers=2, kda_layers=[1], full_attn_layers=[2])
+    write(tmp_path, fields, {}, vision=True)
+    printed = run("plan", str(tmp_path), *OPTIONS, "--devices", "2", "--shown", "9").stdout
+    reason = "the layer for multi-token prediction (`num_nextn_predict_layers`) beside a pipeline."
+    assert f"Does not run here: {reason}" in printed and "no vision part is counted" in printed
+    rows = [line.split() for line in printed.splitlines() if " x " in line][1:]
+    assert {row[-1] for row in rows if row[4] == "2"} == {"no"} and ["yes"] in [row[-1:] for row in rows]
 
 
 def test_a_model_that_fits_nowhere_gets_the_nearest_miss_and_a_remedy(small):
