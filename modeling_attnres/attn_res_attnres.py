@@ -66,14 +66,12 @@ class AttnRes(ResidualConnection):
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        """Check block size and scale, and that no switch is set; see [`ResidualConnection.check`]."""
+        """Check block size and scale, and that no switch is set, which this class would ignore; see the base class."""
         cls.check_blocks(config)
-        # Code beside weights has this class alone, which would ignore a switch.
         for field in vars(config):
             is_known = field in cls.fields or not field.startswith("attn_res_")
-            require(
-                config, field, is_known, "left out: it is no field of the code beside these weights. Install `attnres`"
-            )
+            allowed = "left out: it is no field of the code beside these weights. Install `attnres`"
+            require(config, field, is_known, allowed)
 
     @classmethod
     def check_blocks(cls, config: PreTrainedConfig) -> None:

@@ -170,9 +170,6 @@ class SwitchedAttnRes(AttnRes):
         for field, value, other, must, reason in _EXCLUDED:
             is_allowed = getattr(config, field) != value or getattr(config, other) == must
             require(config, other, is_allowed, f"{must!r} where `{field}` is {value!r}: {reason}")
-        if not _set_switches(config):
-            for field in SWITCHES.keys() & vars(config).keys():
-                delattr(config, field)  # `config.json` is for the plain form, whose code has no switches
 
     @classmethod
     def describe(cls, config: PreTrainedConfig) -> str:

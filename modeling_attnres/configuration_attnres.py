@@ -205,8 +205,7 @@ class ResidualConfig(PreTrainedConfig):
         require(self, "residual_connection", self.residual_connection in [*CONNECTIONS], one_of(CONNECTIONS))
         connection = CONNECTIONS[self.residual_connection]
         for field, default in connection.fields.items():
-            # Set on the instance, and not only on the class: then `config.json` holds the field. A default that can be
-            # changed in place, such as a list, is copied.
+            # On the instance, so that `config.json` holds it; copied, because a list may be changed in place.
             if field not in vars(self):
                 setattr(self, field, deepcopy(getattr(self, field, default)))
         connection.check(self)
@@ -253,8 +252,11 @@ class ResidualConfig(PreTrainedConfig):
 
     def to_dict(self):
         """Return the fields that `config.json` holds."""
-        fields = super().to_dict()
-        fields.pop("depth_attention_implementation", None)  # it depends on the machine, not on the model
+        fields, used = super().to_dict(), CONNECTIONS.get(self.residual_connection)
+        # Beside weights lies the code of the connection's form alone, which may have fewer fields.
+        unused = used.fields.keys() - used.form(self).fields.keys() if used else ()
+        for name in ("depth_attention_implementation", *unused):  # the first depends on the machine, not on the model
+            fields.pop(name, None)
         return fields
 
 

@@ -1,5 +1,6 @@
 """Attention residuals with switches: their reads against the equations, retrofits, and refused values."""
 
+import copy
 import math
 from unittest import mock
 
@@ -139,6 +140,15 @@ def test_every_switch_changes_reads_and_without_switches_the_plain_class_is_used
     for switches in SINGLE:
         other = build(backbones, "llama", "attn_res", attn_res_block_size=3, **named(switches))
         assert difference(sheet(weights_of(other), other.config)(v), read(v)) > 1e-3, switches
+
+
+def test_a_check_changes_no_configuration_and_switches_that_are_off_are_not_saved(backbones):
+    config = backbones.member_config("llama", **SWITCHES)
+    before = copy.deepcopy(vars(config))
+    SwitchedAttnRes.check(config)
+    config.check_fields()
+    assert vars(config) == before and before.keys() >= SWITCHES.keys()
+    assert config.to_dict().keys().isdisjoint(SWITCHES)
 
 
 @pytest.mark.parametrize(("switches", "block_size"), each_once(SEVERAL, [3, 1]), ids=text)
