@@ -190,22 +190,17 @@ def table(leads: Sequence[Lead]) -> str:
 
 
 def verdicts(leads: Sequence[Lead]) -> str:
-    """Count the experiments in which Block AttnRes is lower, ties or is higher, at equal tokens and at equal time."""
-    text = f"At equal tokens Block AttnRes is {_counted([lead.difference for lead in leads])}."
+    """Tabulate in how many experiments Block AttnRes is lower, ties or is higher, at equal tokens and at equal time."""
+    compared = {"at equal tokens": [lead.difference for lead in leads]}
     for way in WAYS:
         if times := [lead.equal_time[way] for lead in leads if way in lead.equal_time]:
-            text += f" At equal time, {TITLES[way]}, it is {_counted(times)}."
-    return text
-
-
-def _counted(differences: Sequence[Interval]) -> str:
-    count = Counter(difference.verdict for difference in differences)
-    parts = (
-        f"lower in {count['lower']} of {len(differences)} experiments",
-        f"tied in {count[TIE]}",
-        f"higher in {count['higher']}",
-    )
-    return f"{parts[0]}, {parts[1]} and {parts[2]}"
+            compared[f"at equal time, {TITLES[way]}"] = times
+    words = ("lower", TIE, "higher")
+    rows = [["Block AttnRes and the residual stream", "experiments", *words]]
+    for title, differences in compared.items():
+        count = Counter(difference.verdict for difference in differences)
+        rows.append([title, str(len(differences)), *(str(count[word]) for word in words)])
+    return markdown(rows)
 
 
 def _reported(lead: Lead) -> str:
