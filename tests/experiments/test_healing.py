@@ -242,7 +242,7 @@ def test_the_page_tells_the_difference_at_equal_time_of_the_stored_runs():
     assert low < 0 < high
     difference = mean(half) - mean(standard) + missing
     assert f"after a half is {difference:+.4f} [{low:+.4f}, {high:+.4f}], tie (n = {len(half)})" in page
-    assert f"takes {cost:.2f} times" in page and f"these are worth {missing:.4f}." in page
+    assert f"takes {cost:.2f} times" in page and f"tokens are worth {missing:.4f}." in page
 
 
 def healing_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
