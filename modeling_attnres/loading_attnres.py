@@ -122,10 +122,10 @@ def check_files(names: Mapping[str, Iterable[str]]) -> None:
     for file, held in names.items():
         for name in held:
             if files.setdefault(name, file) != file:
-                raise ValueError(
-                    f"`{name}` lies in both {os.path.basename(files[name])} and {os.path.basename(file)}, but must lie "
-                    "in one file. Remove it from the file that the index does not name for it."
-                )
+                paths = files[name], file
+                both = " and ".join(os.path.relpath(path, os.path.commonpath(paths)) for path in paths)
+                remedy = "Remove it from the file that the index does not name for it."
+                raise ValueError(f"`{name}` lies in both {both}, but must lie in one file. {remedy}")
 
 
 def check_shapes(mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]], source: str | os.PathLike) -> None:

@@ -107,7 +107,8 @@ def test_a_tensor_in_two_shards_is_refused(sharded, name, is_first):
     content = json.loads(index.read_text())
     content["weight_map"] = {key: moved[value] for key, value in content["weight_map"].items()}
     index.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"`{name}` lies in both"):
+    one, two = (path.replace(".safetensors", "/one.safetensors") for path in (one, two))
+    with pytest.raises(ValueError, match=f"`{name}` lies in both {one} and {two},"):
         AutoModelForCausalLM.from_pretrained(sharded)
 
 
