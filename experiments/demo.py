@@ -1,4 +1,7 @@
-"""The losses that `attnres demo` measured, in a table. `demo.json` has fields of the `results.json` that it wrote."""
+"""The losses that `attnres demo` measured, in a table.
+
+`demo.json` has fields of the `results.json` that it wrote. `analysis/images/loss_curves.png` is the figure of the same run.
+"""
 
 import json
 from pathlib import Path
