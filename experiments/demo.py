@@ -1,6 +1,6 @@
 """The losses that `attnres demo` measured, in a table.
 
-`demo.json` has fields of the `results.json` that it wrote. `analysis/images/loss_curves.png` is the figure of the same run.
+`demo.json` has fields of the `results.json` that it wrote. `analysis/images/loss_curves.png` is the figure of that run.
 """
 
 import json
