@@ -69,6 +69,7 @@ class ScratchExperiment:
         rates: The learning rates to try.
         seeds: The seeds of the reported runs.
         rate: The learning rate of all connections, or label -> rate; `None` for the best of each sweep.
+        rate_seed: The reported seed whose whole runs chose `rate`; `None` if no reported run chose it.
         bfloat16: Whether to multiply matrices in bfloat16. Weights, norms and sums of outputs stay in float32.
         warmup: Steps of warm-up; `None` for a twentieth of the run.
         costs: The experiment whose measured costs are used where this one has none.
@@ -91,6 +92,7 @@ class ScratchExperiment:
     rates: list[float]
     seeds: list[int]
     rate: float | dict[str, float] | None = None
+    rate_seed: int | None = None
     bfloat16: bool = False
     warmup: int | None = None
     costs: str | None = None
@@ -135,7 +137,7 @@ class ScratchExperiment:
     def setting(self) -> dict[str, Any]:
         """Return what all runs of a results file share, whatever their connections, rates, seeds and tokens."""
         free = {"connections", "tokens", "sweep_tokens", "rates", "rate", "seeds"}
-        free |= {"costs", "runs_of", "pairs", "rate_pairs", "title", "published"}
+        free |= {"rate_seed", "costs", "runs_of", "pairs", "rate_pairs", "title", "published"}
         return {name: value for name, value in asdict(self).items() if name not in free and value is not None}
 
     def steps(self, tokens: int) -> int:

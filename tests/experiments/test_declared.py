@@ -50,7 +50,7 @@ def test_a_recipe_of_healing_that_makes_no_sense_is_refused(text, message, tmp_p
 def test_a_declaration_that_is_like_another_states_its_differences():
     short, long = ScratchExperiment.load("claim-children"), ScratchExperiment.load("claim-children-long")
     changes = {"name": long.name, "tokens": 4 * short.tokens, "sweep_tokens": long.tokens // 2, "rates": [0.002, 0.004]}
-    changes |= {"title": long.title, "rate_pairs": long.rate_pairs}
+    changes |= {"title": long.title, "rate_pairs": long.rate_pairs, "rate_seed": 0, "seeds": [*range(8)]}
     assert long == replace(short, rate={"standard": 0.008, "Block, S=4": 0.004}, **changes)
     assert short.setting() == ScratchExperiment.load("ablations-cpu").setting() | {
         "name": short.name,

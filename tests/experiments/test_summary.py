@@ -68,10 +68,11 @@ def test_at_equal_time_a_step_that_takes_twice_as_long_has_half_the_tokens(compa
 
 def test_a_row_says_how_its_rates_were_chosen_and_what_a_sweep_would_have_given(tmp_path):
     rates = {"standard": 1e-3, BLOCK: 1e-3}
-    experiment = replace(SMALL, rate=rates, sweep_tokens=SMALL.tokens // 2)
+    experiment = replace(SMALL, rate=rates, rate_seed=0, sweep_tokens=SMALL.tokens // 2)
     runs = [
         (label, 1e-3, SMALL.tokens, seed, loss) for label, loss in (("standard", 5.0), (BLOCK, 4.5)) for seed in (0, 1)
     ]
+    runs[-1] = (BLOCK, 1e-3, SMALL.tokens, 1, 4.75)  # seed 1, which chose no rate, has half of the lead of seed 0
     # The sweep prefers another rate of Block, whose whole run ends higher.
     runs += [
         ("standard", 1e-3, SMALL.tokens // 2, SELECTION_SEED, 5.5),
@@ -79,7 +80,10 @@ def test_a_row_says_how_its_rates_were_chosen_and_what_a_sweep_would_have_given(
     ]
     runs += [(BLOCK, 2e-3, SMALL.tokens // 2, SELECTION_SEED, 5.3), (BLOCK, 2e-3, SMALL.tokens, 0, 5.75)]
     lead = summary.lead_of(stored(experiment, tmp_path / "claim-tiny.json", runs))
-    assert lead.limits == "rates from whole runs; those from sweeps of half a run give +0.75, one seed"
+    assert lead.limits == (
+        "rates from whole runs of seed 0; the others give -0.250, one seed; "
+        "rates from sweeps of half a run give +0.75, one seed"
+    )
     swept = summary.lead_of(stored(replace(experiment, rate=None), tmp_path / "other.json", runs))
     assert swept.limits == "rates from sweeps of half a run" and swept.difference.mean == 0.75
 
