@@ -29,7 +29,7 @@ def of(comparisons: Iterable[DeclaredComparison]) -> dict[str, dict[str, Any]]:
         interval of the difference from the standard model lies below, around or above zero; and `loss`, the difference
         in the comparison of connections, if it is there. Of several forms the first one counts, never Full AttnRes.
     """
-    found: dict[str, dict[tuple[float, ...], str]] = {}
+    found: dict[str, dict[float, Interval]] = {}
     losses: dict[str, str] = {}
     for comparison in comparisons:
         if comparison.store.path.stem != comparison.experiment.name:
@@ -42,16 +42,18 @@ def of(comparisons: Iterable[DeclaredComparison]) -> dict[str, dict[str, Any]]:
             if form.keys() - {*FORMS} or is_full or name in compared or label == BASELINE:
                 continue
             compared.add(name)
-            interval = Interval.of(shown.differences(label))
+            interval = Interval.of(differences := shown.differences(label))
             if comparison.experiment.name == COMPARED:
                 losses[name] = f"{interval.describe(3)}, n = {interval.count}"
-            # Two experiments share the runs of some connections, which count once.
-            found.setdefault(name, {})[tuple(shown.differences(label))] = interval.verdict
+            # Two experiments share the runs of some connections. These count once, by the experiment with more seeds.
+            intervals = found.setdefault(name, {})
+            if differences[0] not in intervals or interval.count > intervals[differences[0]].count:
+                intervals[differences[0]] = interval
     return {
-        name: {"experiments": len(verdicts)}
-        | {word: list(verdicts.values()).count(word) for word in ("lower", TIE, "higher")}
+        name: {"experiments": len(intervals)}
+        | {word: [i.verdict for i in intervals.values()].count(word) for word in ("lower", TIE, "higher")}
         | ({"loss": losses[name]} if name in losses else {})
-        for name, verdicts in found.items()
+        for name, intervals in found.items()
     }
 
 
