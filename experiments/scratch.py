@@ -247,6 +247,11 @@ class ShownRuns:
     rates: dict[str, float]
     pairs: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]
 
-    def differences(self, label: str) -> list[float]:
-        """Return the held-out loss of a connection minus that of the baseline, for each seed."""
-        return [run["after"] - standard["after"] for run, standard in self.pairs[label]]
+    def differences(self, label: str, without: int | None = None) -> list[float]:
+        """Return the held-out loss of a connection minus that of the baseline, for each seed.
+
+        Args:
+            label: The connection.
+            without: A seed to leave out.
+        """
+        return [run["after"] - standard["after"] for run, standard in self.pairs[label] if run["seed"] != without]

@@ -123,21 +123,13 @@ def limits(comparison: DeclaredComparison, label: str) -> str:
     elif isinstance(experiment.rate, dict):
         text = "rates from whole runs"
         if experiment.rate_seed is not None:
-            text += (
-                f" of seed {experiment.rate_seed}; the others give {_without_rate_seed(comparison, label).describe(3)}"
-            )
+            others = Interval.of(comparison.shown().differences(label, without=experiment.rate_seed))
+            text += f" of seed {experiment.rate_seed}; the others give {others.describe(3)}"
         if swept := swept_difference(comparison, label):
             text += f"; rates from {sweeps} give {swept.describe(2)}"
     else:
         text = f"one rate, from {sweeps}"
     return text + ("; lead still shrinking" if _still_shrinks(comparison, label) else "")
-
-
-def _without_rate_seed(comparison: DeclaredComparison, label: str) -> Interval:
-    """Return the difference over the seeds whose runs chose no rate."""
-    pairs = comparison.shown().pairs[label]
-    chosen_by = comparison.experiment.rate_seed
-    return Interval.of([run["after"] - standard["after"] for run, standard in pairs if run["seed"] != chosen_by])
 
 
 def swept_difference(comparison: DeclaredComparison, label: str) -> Interval | None:

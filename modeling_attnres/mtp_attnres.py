@@ -35,7 +35,7 @@ except ImportError:  # an older `transformers`, whose `generate` has no `use_mtp
 # The backbones whose released weights have such layers, or whose descendants have -> whether the layer reads the output
 # of the final norm, and not its input (Kimi K3 in vLLM).
 _BACKBONES = {"deepseek_v3": True, "kimi_linear": False}
-# Names of the tensors that the layer adds to those of a plain decoder layer.
+# The names of the layer's tensors that a plain decoder layer lacks.
 _OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 # Released weights also hold copies of the model's embedding and head for the layer, which nothing reads.
 _COPIES = r"layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
@@ -119,7 +119,7 @@ class MultiTokenPrediction:
         require(config, "mtp_loss_weight", is_number(weight) and 0 <= weight < 1e6, "a finite number >= 0")
         if config.backbone in _BACKBONES:
             number = getattr(config, "num_nextn_predict_layers", None)
-            is_allowed = number is None or (type(number) is int and number in (0, 1))  # 1.0 is no number of layers
+            is_allowed = number is None or (type(number) is int and number in (0, 1))  # `1.0 in (0, 1)` is true
             require(config, "num_nextn_predict_layers", is_allowed, "0 or 1")
         allowed = f"0 without a layer to train: set `num_nextn_predict_layers` to 1, on {' or '.join(_BACKBONES)}"
         require(config, "mtp_loss_weight", not weight or cls.is_on(config), allowed)
