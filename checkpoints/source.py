@@ -210,8 +210,10 @@ class ModelSource:
         It is `None` for a named configuration, and where the Hub gives only single files and no snapshot.
         """
         if self.is_folder:
-            files = sorted(p for p in Path(self.name).iterdir() if p.suffix in (".json", ".safetensors", ".bin"))
-            return repr([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+            folder = Path(self.name)
+            names = {path.name for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin")}
+            states = [(name, (folder / name).stat()) for name in sorted(names.union(self.checkpoint.weight_files))]
+            return repr([(name, state.st_size, state.st_mtime_ns) for name, state in states])
         if not self.is_named:
             with suppress(FileNotFoundError):
                 return f"{COMMIT}{self.checkpoint.folder.name}"  # the folder of a snapshot has this name

@@ -4,6 +4,7 @@ For tests of what a command computes and says, also when it receives a signal at
 what it imports run `python`.
 """
 
+import faulthandler
 import gc
 import multiprocessing.connection
 import os
@@ -48,7 +49,8 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run `torchrun --nproc-per-node PROCESSES ARGUMENTS` in forks without a launcher, and return status and outputs.
 
-    As with `torchrun`, when a process fails the others are terminated. The outputs stand one after another.
+    As with `torchrun`, when a process fails the others are terminated. The outputs stand one after another, and last
+    those of the process that failed first, which tells why; its exit status is the one returned.
 
     Args:
         arguments: As of [`run`].
@@ -154,16 +156,17 @@ def _run(
         for process in processes:
             process.start()
         try:
-            _wait(processes, timeout)
+            failed = _wait(processes, timeout)
         except TimeoutError:
             raise subprocess.TimeoutExpired(words, timeout) from None
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        failed = [process.exitcode for process in processes if process.exitcode]
+        if failed is not None:
+            streams.append(streams.pop(processes.index(failed)))
         output, errors = ("".join(file.read_text() for file in files) for files in zip(*streams))
-        return subprocess.CompletedProcess(words, failed[0] if failed else 0, output, errors)
+        return subprocess.CompletedProcess(words, 0 if failed is None else failed.exitcode, output, errors)
 
 
 def _process(
@@ -174,20 +177,25 @@ def _process(
     return _FORKS.Process(target=runpy.run_path, args=(__file__, {"given": given}, "fork"))
 
 
-def _wait(processes: Sequence[multiprocessing.process.BaseProcess], timeout: float) -> None:
-    """Wait for all processes; when one has failed, terminate the others, and give them half a minute to end."""
+def _wait(
+    processes: Sequence[multiprocessing.process.BaseProcess], timeout: float
+) -> multiprocessing.process.BaseProcess | None:
+    """Wait for all processes, and return the first that failed; then terminate the others, within half a minute."""
     end, running = time.monotonic() + timeout, {process.sentinel: process for process in processes}
-    has_failed = False
+    failed = None
     while running:
-        ended = multiprocessing.connection.wait(running, max(0, end - time.monotonic()))
-        if not ended and has_failed:
-            return
+        ended = [*map(running.pop, multiprocessing.connection.wait(running, max(0, end - time.monotonic())))]
+        if not ended and failed is not None:
+            return failed
         if not ended:
             raise TimeoutError
-        if any([running.pop(sentinel).exitcode for sentinel in ended]):
-            has_failed, end = True, min(end, time.monotonic() + 30)
+        if now := [process for process in ended if process.exitcode]:
+            # Of several at once, the one that a signal ended: the others lost their connection to it.
+            failed = failed or min(now, key=lambda process: process.exitcode)
+            end = min(end, time.monotonic() + 30)
             for process in running.values():
                 process.terminate()
+    return failed
 
 
 def _become(
@@ -200,6 +208,7 @@ def _become(
     gc.freeze()  # what was imported before the fork is no garbage: looking for some there takes long
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND) if isinstance(file, Path) else file.fileno(), number)
+    faulthandler.enable()  # so that a crash of a library tells where
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)

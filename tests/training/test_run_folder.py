@@ -265,13 +265,18 @@ def test_another_commit_of_a_model_on_the_hub_is_refused_with_both_names(monkeyp
         check_data(tmp_path, {"model": on_hub.source.identity()})
 
 
-def test_a_model_that_has_changed_since_the_run_began_is_refused(tmp_path):
+@pytest.mark.parametrize("changed", ["config.json", "shards/first.safetensors"])
+def test_a_model_that_has_changed_since_the_run_began_is_refused(changed, tmp_path):
+    """Also if only a file of weights in another folder has changed, which an index may name."""
     source = tmp_path / "source"
-    source.mkdir()
+    (source / "shards").mkdir(parents=True)
     (source / "config.json").write_text("{}")
+    (source / "shards" / "first.safetensors").write_bytes(b"first")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "shards/first.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
     before = {"model": ModelSource(str(source)).identity()}
     assert before == {"model": ModelSource(str(source)).identity()}
-    (source / "config.json").write_text('{"attn_res_block_size": 5}')
+    (source / changed).write_text('{"attn_res_block_size": 5}')
     record_run(tmp_path, recipe(tmp_path), before, is_resumed=False)
     with pytest.raises(FileExistsError, match=r"^`model` has changed since the run in .* began"):
         check_data(tmp_path, {"model": ModelSource(str(source)).identity()})

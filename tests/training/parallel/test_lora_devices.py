@@ -102,7 +102,7 @@ def runs(models, assets, once):
             else:
                 words = str(session), str(folder / "commands.json")
                 done = forks.launch(*words, processes=processes, env=environment_of("ddp", processes), timeout=900)
-            assert done.returncode == 0, done.stderr[-4000:]
+            assert done.returncode == 0, done.stderr[-8000:]
             stops = sum(stopped_after is not None for *_, stopped_after in RUNS[processes])
             assert done.stdout.count("Resuming from") == stops
             assert done.stdout.count("Written to") == len(commands)
