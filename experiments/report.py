@@ -55,8 +55,18 @@ def write(experiment: ScratchExperiment | HealingExperiment, path: Path, tables:
 
 
 def first_runs(comparisons: Iterable[DeclaredComparison]) -> list[DeclaredComparison]:
-    """Leave out repetitions and runs of another experiment, which have tables but are no further experiments."""
-    return [c for c in comparisons if c.store.path.stem == c.experiment.name and not c.experiment.runs_of]
+    """Leave out repetitions, and of experiments that share runs all but the one with the most seeds."""
+    first: dict[str, DeclaredComparison] = {}
+    for comparison in comparisons:
+        if comparison.store.path.stem == comparison.experiment.name:
+            name = comparison.experiment.runs_of or comparison.experiment.name
+            first[name] = max(first.get(name, comparison), comparison, key=_seeds)
+    return [*first.values()]
+
+
+def _seeds(comparison: DeclaredComparison) -> int:
+    """Return the largest number of seeds with which a connection of a comparison was run."""
+    return max(map(len, comparison.shown().pairs.values()), default=0)
 
 
 def write_all() -> None:

@@ -31,6 +31,22 @@ def test_the_first_form_of_a_connection_counts_and_full_never_does(tmp_path):
     assert evidence.of([stored(experiment, tmp_path / "claim-tiny-again.json", runs)]) == {}, "a repetition"
 
 
+def test_the_page_says_which_connections_differ_after_a_correction_for_their_number():
+    (comparison,) = [c for c in report.stored_comparisons() if c.store.path.stem == evidence.COMPARED]
+    values = {
+        label: stats.ttest_rel(*([run["after"] for run in runs] for runs in zip(*pairs))).pvalue
+        for label, pairs in comparison.shown().pairs.items()
+        if label != "standard"
+    }
+    ordered = sorted(values, key=values.__getitem__)
+    # Holm: the smallest value counts once for each comparison, the next one once less, until one is too large.
+    is_small = [values[label] * (len(ordered) - place) < 0.05 for place, label in enumerate(ordered)]
+    assert ordered[: is_small.index(False)] == ["Hyper-Connections"]
+    page = " ".join((ROOT / "experiments" / "RESULTS.md").read_text().split())
+    assert f"After Holm's correction for {'eight' if len(values) == 8 else len(values)} comparisons" in page
+    assert "Hyper-Connections still do, and DenseFormer does not" in page and ordered[1] == "DenseFormer"
+
+
 def test_the_file_counts_the_stored_runs_of_attention_residuals():
     verdicts = []
     for comparison in report.first_runs(report.stored_comparisons()):
